@@ -1,4 +1,4 @@
-"""Tokens a second of et_jax, llama.cpp and Hugging Face transformers on one model and machine.
+"""Tokens a second of et_jax, an older version of it, llama.cpp and transformers on one model and machine.
 
 The model is random weights, by default in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its
 own forms, every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token
@@ -19,12 +19,14 @@ from pathlib import Path
 from et_jax.errors import UsageError
 from scripts.measuring.experiment import Experiment, Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
+from scripts.measuring.results import REPOSITORY
 from scripts.measuring.shapes import SHAPES, Shaped
 from scripts.measuring.timing import Round
 from scripts.peers import Engine
 
 FORMS = {
     "et_jax": ("bfloat16", "int8"),
+    "et_jax before": ("bfloat16",),
     "llama.cpp": ("bfloat16", "Q8_0"),
     "transformers": ("bfloat16", "float32"),
 }
@@ -36,11 +38,19 @@ AGREEING = 16  # tokens of each of two prompts that are compared in float32
 class Settings(Shaped):
     """Flags of the experiment."""
 
+    checkout: str = setting("", "a checkout of an older version of et_jax; none to leave it out")
+    control: str = setting("off", "the preset that et_jax decodes under, in both versions")
     llama_python: str = setting("", "a Python with llama-cpp-python and gguf; none to leave llama.cpp out")
     transformers_python: str = setting("", "a Python with torch and transformers; none to leave them out")
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)
     prompt_tokens: int = setting(32, "tokens of each prompt", least=1, quick=2)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError, one sentence, for a value that is out of range or names nothing."""
+        super().__post_init__()
+        if self.checkout and not Path(self.checkout, "et_jax/__init__.py").is_file():
+            raise UsageError(f"--checkout is {self.checkout}, which has no et_jax; name a checkout of it.")
 
 
 def drawn(batch: int, length: int, seed: int) -> list[list[int]]:
@@ -69,7 +79,8 @@ def check_agreement(engines: dict[str, Engine], model: str, prompt_tokens: int) 
 def started(engine: Engine, given: tuple[str, str, int], settings: Settings) -> Round:
     """Return a round of an engine with a model in a form and for a batch; each round has prompts of its own."""
     tokens, seeds = settings.tokens, itertools.count()
-    engine.load(*given, settings.prompt_tokens + tokens)
+    how = {"control": settings.control} if engine.engine == "et_jax" else {}
+    engine.load(*given, settings.prompt_tokens + tokens, **how)
 
     def timed() -> dict[str, float]:
         time.sleep(PAUSE)
@@ -82,12 +93,17 @@ def started(engine: Engine, given: tuple[str, str, int], settings: Settings) -> 
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each batch."""
-    pythons = {"llama.cpp": settings.llama_python, "transformers": settings.transformers_python}
-    pythons = {"et_jax": sys.executable} | {name: python for name, python in pythons.items() if python}
+    makers = {"et_jax": partial(Engine, "et_jax", sys.executable, PYTHONPATH=str(REPOSITORY))}
+    if settings.checkout:
+        before = str(Path(settings.checkout).resolve())
+        makers["et_jax before"] = partial(Engine, "et_jax", sys.executable, PYTHONPATH=before)
+    for name, python in (("llama.cpp", settings.llama_python), ("transformers", settings.transformers_python)):
+        if python:
+            makers[name] = partial(Engine, name, python)
     with tempfile.TemporaryDirectory() as folder:
         model = str(random_folder(Path(folder), settings.model_of(2048), "bfloat16"))
-        engines = {(name, form): Engine(name, python) for name, python in pythons.items() for form in FORMS[name]}
-        firsts = {name: engines[name, FORMS[name][0]] for name in pythons}
+        engines = {(name, form): make() for name, make in makers.items() for form in FORMS[name]}
+        firsts = {name: engines[name, FORMS[name][0]] for name in makers}
         print({name: engine.versions for name, engine in firsts.items()}, file=sys.stderr)
         check_agreement(firsts, model, settings.prompt_tokens)
         for batch in settings.batches:
@@ -101,7 +117,7 @@ def groups(settings: Settings) -> Iterator[Group]:
 
 
 EXPERIMENT = Experiment(
-    question="How many tokens a second do et_jax, llama.cpp and transformers get on one model and machine?",
+    question="How many tokens a second do et_jax, its older version, llama.cpp and transformers get on one machine?",
     settings=Settings,
     groups=groups,
     figures={

@@ -3,7 +3,7 @@
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
 segments. "entropy" is EntropyInfer's budget; "printed" as in the paper with the floor taken away; "shuffled" gives a
-head the budget of another one of its layer; "level of entropy" goes by a head's entropy, not by how it changes.
+head the budget of another one of its layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,14 +18,13 @@ from et_jax.control.budget import Budget
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedLevel, SizedMass
+from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedMass
 
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
     "constant": (SizedConstant, {}),
     "entropy": (SizedEntropy, {}),
     "entropy, printed": (SizedEntropy, {"printed": True}),
     "entropy, shuffled": (SizedEntropy, {"shuffled": True}),
-    "level of entropy": (SizedLevel, {}),
     "mass": (SizedMass, {}),
     "newest": (SizedConstant, {"by": "place"}),
     "chance": (SizedConstant, {"by": "chance"}),

@@ -12,7 +12,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from et_jax.control import clock, priority
-from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, as_value, chain, started, updated
+from et_jax.control.base import ControlState, PriorityRule, Signals, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
@@ -63,32 +63,15 @@ class Settings(Base):
 
 
 @value
-class Told(Law):
-    """The law shown `entropies`, in nats, one after another, in place of the raw entropy and its interval."""
+class Told(priority.EntropyDrift):
+    """The law shown `entropies`, in nats, one after another, in place of the raw entropy."""
 
-    law: AnyLaw
-    entropies: Float[Array, " t"]
-
-    @property
-    def sets(self) -> frozenset[str] | None:
-        """What the law sets."""
-        return as_value(self.law).sets
-
-    def init(self, state: ControlState) -> ControlState:
-        """Start the law."""
-        return started(self.law, state)
+    entropies: Float[Array, " t"] = field(kw_only=True)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Let the law decide by what it is shown; a longer text is shown the last entropy again."""
         shown = self.entropies[jnp.clip(signals.generated - 1, 0, len(self.entropies) - 1)]
-        return updated(self.law, replace(signals, entropy=shown, entropy_low=shown, entropy_high=shown), state)
-
-
-def of_another(entropies: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray]:
-    """Return the entropies of another sequence for each, by one circle through all."""
-    order = rng.permutation(len(entropies))
-    other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
-    return [entropies[other[index]] for index in range(len(entropies))]
+        return super().__call__(replace(signals, entropy=shown), state)
 
 
 def recorded(path: Path, count: int) -> Float[np.ndarray, "3 n"]:
@@ -96,7 +79,8 @@ def recorded(path: Path, count: int) -> Float[np.ndarray, "3 n"]:
     try:
         with gzip.open(path, "rt") as file:
             rows = [json.loads(line) for line, _ in zip(file, range(count), strict=False)]
-        found = np.array([[row[name] for row in rows] for name in ("input_length", "output_length", "timestamp")])
+        names = ("input_length", "output_length", "timestamp")
+        found = np.array([[row[name] for row in rows] for name in names], float)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"The trace {path} cannot be read ({error}); give a gzipped file of JSON lines.") from error
     if found.shape[1] < count:
@@ -113,9 +97,9 @@ def replay(
 ) -> dict[str, Any]:
     """Serve the requests under a rule; return each one's steps until its first token and its last, and the speed."""
     longest = max(one.params.max_tokens for one in asked)
-    drift: list[Law] = [priority.EntropyDrift()] * len(asked)
+    drift = [priority.EntropyDrift()] * len(asked)
     if shown is not None:
-        drift = [Told(drift[0], jnp.asarray(np.resize(one, longest), jnp.float32)) for one in shown]
+        drift = [Told(entropies=jnp.asarray(np.resize(one, longest), jnp.float32)) for one in shown]
     controls = [Controller(law=chain(EmaEntropy(), clock.FallClock(), one), priority=rule) for one in drift]
     [replica] = model.replicas(controls[0]).replicas
     replica.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
@@ -165,7 +149,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     spread = (times - times[0]) / max(times[-1] - times[0], 1.0)
 
     def arm(name: str, load: float) -> dict[str, Any]:
-        shown = of_another(entropies, rng) if name.endswith("of another") else None
+        shown = entropies[-1:] + entropies[:-1] if name.endswith("of another") else None
         return replay(served, RULES[name], asked, shown, spread * lengths / (settings.batch * load))
 
     for times_served in settings.loads:

@@ -2,10 +2,7 @@
 
 import functools
 import io
-import os
 import struct
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +11,14 @@ import pytest
 from dense import dense_logits
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from places import ROOT, SHARED
+from places import SHARED
 from scripts_here import script
 
 from et_jax.models.checkpoint import load
 from et_jax.text import load_tokenizer
 
 MODEL, PIECES = SHARED / "models/stories260K/stories260K.bin", SHARED / "models/stories260K/tok512.bin"
-STORY = (  # published with the model
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
-    "a big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the "
-    'park." Lily was sad and didn\'t know what to do. She said, "I want to play with your ball, but I can\'t find it."'
-)
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."  # published
 
 pytestmark = pytest.mark.skipif(
     not MODEL.exists(), reason=f"{MODEL} is absent; set ET_JAX_SHARED to the folder of shared models"
@@ -166,90 +159,57 @@ def kept_tokenizer(folder):
     return load_tokenizer(folder), read_pieces()
 
 
-def test_a_refusal_is_one_sentence_of_the_command(tmp_path):
-    (tmp_path / "cut.bin").write_bytes(MODEL.read_bytes()[:-4])
-    command = [sys.executable, str(ROOT / "scripts/convert_llama2c.py"), str(tmp_path / "cut.bin"), str(PIECES), "out"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 1
-    assert done.stderr.startswith("convert_llama2c: ")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def header(**changes):
     """The model's file with some numbers of its header changed."""
     names = ("dim", "hidden", "layers", "heads", "kv_heads", "vocab", "length")
     content = MODEL.read_bytes()
-    held = dict(zip(names, struct.unpack("<7i", content[:28]), strict=True)) | changes
-    return struct.pack("<7i", *held.values()) + content[28:]
+    numbers = dict(zip(names, struct.unpack("<7i", content[:28]), strict=True)) | changes
+    return struct.pack("<7i", *numbers.values()) + content[28:]
 
 
-def tokenizer_file(pieces, longest=7):
-    return struct.pack("<i", longest) + b"".join(struct.pack("<fi", s, len(p)) + p for p, s in pieces)
+def tokenizer_file(pieces):
+    return struct.pack("<i", 7) + b"".join(struct.pack("<fi", s, len(p)) + p for p, s in pieces)
 
 
-def model_of(vocab):
-    """A model of one layer and so many pieces, all weights zero."""
-    numbers = vocab * 8 + 2 * 8 + 4 * 64 + 3 * 8 * 8 + 8 + 4 * 8
-    return struct.pack("<7i", 8, 8, 1, 1, 1, vocab, 4) + bytes(4 * numbers)
+def small(size):
+    """A model of one layer and so many pieces, all weights zero, and a tokenizer without pieces for bytes."""
+    numbers = size * 8 + 2 * 8 + 4 * 64 + 3 * 8 * 8 + 8 + 4 * 8
+    model = struct.pack("<7i", 8, 8, 1, 1, 1, size, 4) + bytes(4 * numbers)
+    return model, tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(size)])
 
 
-def refused(tmp_path, words, model=None, tokenizer=None):
-    """Convert these bytes in the place of the files; the refusal has `words`, and nothing is written."""
+REFUSED = [  # files of a model and of a tokenizer, None for the published one
+    (lambda: small(5), "has no piece for every byte"),
+    (lambda: small(258), "has no piece for every byte"),
+    (lambda: small(300), "has no piece for every byte"),
+    (lambda: (None, b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02"), "a SentencePiece model"),
+    (lambda: (None, b"IQ== 0\nIg== 1\n"), "a tiktoken file of ranks"),
+    (lambda: (None, b'{"version": "1.0"}'), "a JSON file"),
+    (lambda: (None, b""), "not a tokenizer in llama2.c's format"),
+    (lambda: (None, struct.pack("<ifi", 7, 0.0, -8)), "not a tokenizer in llama2.c's format"),
+    (lambda: (None, struct.pack("<ifi", 7, 0.0, 2**31 - 1)), "not a tokenizer in llama2.c's format"),
+    (lambda: (None, struct.pack("<ifi", 7, float("nan"), 1) + b"a"), "not a tokenizer in llama2.c's format"),
+    (lambda: (None, tokenizer_file(read_pieces()[:-1])), "has 511 different pieces but the model 512 tokens"),
+    (lambda: (None, PIECES.read_bytes()[:-15]), "or cut: after 510 pieces"),
+    (lambda: (b"GGUF" + bytes(100), None), "a GGUF file"),
+    (lambda: (b"PK\x03\x04" + bytes(100), None), "a PyTorch or zip file"),
+    (lambda: (b"24ka" + bytes(252), None), "makes no sense"),  # llama2.c's newer formats
+    (lambda: (MODEL.read_bytes()[:10], None), "makes no sense"),
+    (lambda: (MODEL.read_bytes()[:1000], None), "its header calls for"),
+    (lambda: (header(layers=2**31 - 1), None), "makes no sense"),
+    (lambda: (header(dim=2**30, heads=1, kv_heads=1), None), "makes no sense"),
+    (lambda: (header(heads=64, kv_heads=64), None), "makes no sense"),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("files", "words"), REFUSED)
+def test_another_file_is_refused_and_nothing_is_written(tmp_path, monkeypatch, files, words):
+    model, tokenizer = files()
     (tmp_path / "model.bin").write_bytes(MODEL.read_bytes() if model is None else model)
     (tmp_path / "tok.bin").write_bytes(PIECES.read_bytes() if tokenizer is None else tokenizer)
-    with pytest.raises(ValueError, match=words):
-        script("convert_llama2c").convert(tmp_path / "model.bin", tmp_path / "tok.bin", tmp_path / "out")
+    arguments = [str(tmp_path / name) for name in ("model.bin", "tok.bin", "out")]
+    monkeypatch.setattr("sys.argv", ["convert_llama2c", *arguments])
+    with pytest.raises(SystemExit, match=f"^convert_llama2c: .*{words}"):
+        script("convert_llama2c").main()
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (5, "has no piece for every byte"),
-        (258, "has no piece for every byte"),
-        (300, "has no piece for every byte"),
-    ],
-)
-def test_a_tokenizer_without_pieces_for_bytes_is_refused(tmp_path, size, words):
-    refused(tmp_path, words, model_of(size), tokenizer_file([(f"p{i}".encode(), 0.0) for i in range(size)]))
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (lambda: b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02", "a SentencePiece model"),
-        (lambda: b"IQ== 0\nIg== 1\n", "a tiktoken file of ranks"),
-        (lambda: b'{"version": "1.0"}', "a JSON file"),
-        (lambda: b"GGUF\3\0\0\0", "a GGUF file"),
-        (lambda: b"", "not a tokenizer in llama2.c's format"),
-        (lambda: struct.pack("<ifi", 7, 0.0, -8), "not a tokenizer in llama2.c's format"),
-        (lambda: struct.pack("<ifi", 7, 0.0, 2**31 - 1), "not a tokenizer in llama2.c's format"),
-        (lambda: struct.pack("<ifi", 7, float("nan"), 1) + b"a", "not a tokenizer in llama2.c's format"),
-        (lambda: tokenizer_file(read_pieces()[:-1]), "has 511 different pieces but the model 512 tokens"),
-        (lambda: PIECES.read_bytes()[:-15], "or cut: after 510 pieces"),
-    ],
-)
-def test_a_tokenizer_in_another_format_or_of_another_model_is_refused(tmp_path, content, words):
-    refused(tmp_path, words, tokenizer=content())
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (lambda: b"GGUF" + bytes(100), "a GGUF file"),
-        (lambda: b"PK\x03\x04" + bytes(100), "a PyTorch or zip file"),
-        (lambda: b"24ka" + bytes(252), "makes no sense"),
-        (lambda: MODEL.read_bytes()[:10], "makes no sense"),
-        (lambda: MODEL.read_bytes()[:28], "makes no sense"),
-        (lambda: MODEL.read_bytes()[:1000], "its header calls for"),
-        (lambda: header(layers=2**31 - 1), "makes no sense"),
-        (lambda: header(dim=2**30, heads=1, kv_heads=1), "makes no sense"),
-        (lambda: header(heads=64, kv_heads=64), "makes no sense"),
-    ],
-)
-def test_a_model_in_another_format_is_refused(tmp_path, content, words):
-    refused(tmp_path, words, model=content())

@@ -133,7 +133,7 @@ def every_round(run):
             assert min(next(iter(arm["rows"].values()))) > 0
 
 
-peers = step_parts = versions = every_round
+peers = step_parts = every_round
 
 
 def formats(run):
@@ -187,7 +187,7 @@ def throughput(run):
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = experiment.load_experiment(name)
     fields = {field.name for field in dataclasses.fields(found.settings)}
-    given = {"text": TEXT, "checkout": REPOSITORY} | ({"trace": trace} if name not in TRAINED else {})
+    given = {"text": TEXT, "checkout": str(REPOSITORY)} | ({"trace": trace} if name not in TRAINED else {})
     given |= {} if name in TRAINED else {"model": str(folder), "small": str(folder)}
     settings = experiment.settings_of(found, {key: one for key, one in given.items() if key in fields}, quick=True)
     run = runner.run(name, found, settings, None)
