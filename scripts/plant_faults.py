@@ -111,9 +111,8 @@ def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: li
         return None
     if done.returncode in (0, 5):  # 5: no test is chosen
         return None
-    begun = [line.split(" ")[0] for line in done.stdout.splitlines() if line.startswith("tests/")]
     ended = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ended[0] if ended else f"{begun[-1] if begun else 'pytest itself'} (ends with {done.returncode})"
+    return ended[0] if ended else f"pytest itself (ends with {done.returncode})"
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:

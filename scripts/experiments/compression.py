@@ -1,4 +1,4 @@
-"""What caches lose that keep a part of their entries, by the policy that chooses them, at equal entries.
+"""What do caches lose that keep a part of their entries, by the policy that chooses them?
 
 Rows of text are read as prompts, compressed by the decoder's own policies, and decoded on with the entries kept and
 those that come. "latent" ranks when N_d tokens are decoded, the others once the prompt is read.
@@ -11,7 +11,7 @@ from typing import Any
 
 from et_jax.control.compression import named
 from et_jax.control.policies import POLICIES
-from scripts.measuring.experiment import Experiment, Figure, Group, Missed, setting
+from scripts.measuring.experiment import Figure, Group, Missed, setting
 from scripts.measuring.teacher_forced import Forced
 
 
@@ -47,16 +47,11 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms=arms, baseline="snapkv" if "snapkv" in arms else None)
 
 
-EXPERIMENT = Experiment(
-    question="What do caches lose that keep a part of their entries, by the policy that chooses them?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "room": Figure(header="entries there is room for"),
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from the full cache, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="entropyinfer.md",
-)
+FIGURES = {
+    "room": Figure(header="entries there is room for"),
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from the full cache, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "entropyinfer.md"

@@ -1,4 +1,4 @@
-"""What drafts save of a model's time on a text, and how many are accepted, by drafter and kind of prompt.
+"""What do drafts save of a model's time on a text, and how many are accepted?
 
 Prompts were written down before any figure: greedily those that ask for copies and for summaries, freely, at
 temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room for the
@@ -18,7 +18,7 @@ from et_jax.io.texts import read_text
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import SamplingParams
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.timing import Round, seconds
 
@@ -81,15 +81,10 @@ def groups(settings: Settings) -> Iterator[Group]:
             yield Group(labels=labels, arms=arms, baseline="plain", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="What do drafts save of a model's time on a text, and how many are accepted?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "tokens_per_step": Figure(header="tokens a step"),
-        "drafted": Figure(header="drafted"),
-        "accepted": Figure(header="accepted"),
-    },
-    document="drafting.md",
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "tokens_per_step": Figure(header="tokens a step"),
+    "drafted": Figure(header="drafted"),
+    "accepted": Figure(header="accepted"),
+}
+DOCUMENT = "drafting.md"

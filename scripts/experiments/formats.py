@@ -1,11 +1,12 @@
-"""What weights and caches in 8 bits save of the time of steps and of prefill, and what they change of a model's loss.
+"""What do weights and caches in 8 bits save of time, and what do they change of a model's loss?
 
 Time: random weights, by default in the shape of SmolLM-135M, decode many steps in one call, in rows that have so many
-tokens in the cache, and prefill a prompt in one call. Loss: of a model on rows of held-out text, of which the last
-tokens pass one by one through the decoder's step.
+tokens in the cache. Loss: of a model on rows of held-out text, of which the last tokens pass one by one through the
+decoder's step.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,12 @@ from et_jax.decode import cache as kv
 from et_jax.decode import eight_bits
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode
-from et_jax.decode.prefill import prefill
-from et_jax.decode.state import empty
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.models.weights import num_bytes, quantized
 from et_jax.serve.engine import load
-from et_jax.types import replace
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.shapes import Shaped
 from scripts.measuring.states import filled, whole_context
 from scripts.measuring.teacher_forced import TeacherForced
@@ -46,7 +44,6 @@ class Settings(Shaped):
 
     contexts: tuple[int, ...] = setting((64, 2048, 8192, 16_384), "tokens of a row", least=1, quick=(64,))
     batches: tuple[int, ...] = setting((2, 16), "rows of a step", least=2, quick=(2,))
-    prompt: int = setting(512, "tokens of a call that prefills, pages of them", quick=64)
     steps: int = setting(16, "steps of a round", least=1, quick=2)
     model: str = experiment.model()
     text: Path = experiment.text()
@@ -68,21 +65,6 @@ def decoding(config: DecoderConfig, weights: Params, context: int) -> Round:
     return timed
 
 
-def reading(config: DecoderConfig, weights: Params, tokens: int) -> Round:
-    """Return what prefills a prompt in one call."""
-    config = replace(config, prefill_batch=tokens)
-    begin, read = jax.jit(partial(empty, config)), jax.jit(partial(prefill, config), donate_argnums=1)
-    count = tokens // config.chunk
-    rows, prompt = jnp.zeros(count, jnp.int32), jnp.arange(tokens, dtype=jnp.int32).reshape(count, config.chunk)
-
-    def timed() -> dict[str, float]:
-        state = jax.block_until_ready(begin())
-        took = seconds(lambda: read((weights,), state, rows, prompt, rows + config.chunk, rows < 0))
-        return {"tokens_per_second": tokens / took}
-
-    return timed
-
-
 def quality(settings: Settings, weights: str, cache: str) -> dict[str, Any]:
     """Return the loss of each row, and the bytes of the weights and of a cached token."""
     how: dict[str, Any] = {"quantize": "int8"} if weights == "int8" else {}
@@ -96,36 +78,25 @@ def quality(settings: Settings, weights: str, cache: str) -> dict[str, Any]:
 
 
 def groups(settings: Settings) -> Iterator[Group]:
-    """Yield a group for each context and batch, one for the prompt, and one of the loss."""
+    """Yield a group for each context and batch, and one of the loss."""
     plain = initialise(settings.model_of(1), jax.random.key(0), jnp.bfloat16)
     stored = {"bfloat16": plain, "int8": quantized(plain, jnp.bfloat16)}
-
-    def arms(make: Callable[..., Round], batch: int, length: int, tokens: int) -> dict[str, Callable[[], Round]]:
-        config = whole_context(settings.model_of(length), batch, "bfloat16", max_steps=settings.steps)
-        configs = {kind: replace(config, cache_dtype=eight_bits.dtype_named(kind)) for _, kind in FORMS.values()}
-        return {form: partial(make, configs[kind], stored[own], tokens) for form, (own, kind) in FORMS.items()}
-
-    for context in settings.contexts:
-        for batch in settings.batches:
-            labels = {"what": "decode", "tokens": context, "rows": batch}
-            made = arms(decoding, batch, context + 2 * settings.steps, context)
-            yield Group(labels=labels, arms=made, baseline="bfloat16", rounds=settings.rounds)
-            jax.clear_caches()
-    labels = {"what": "prefill", "tokens": settings.prompt, "rows": 1}
-    made = arms(reading, 2, max(2048, settings.prompt), settings.prompt)
-    yield Group(labels=labels, arms=made, baseline="bfloat16", rounds=settings.rounds)
-    made = {form: partial(quality, settings, *kinds) for form, kinds in FORMS.items()}
-    yield Group(labels={"what": "loss", "tokens": settings.measured}, arms=made, baseline="bfloat16")
+    for context, batch in itertools.product(settings.contexts, settings.batches):
+        model = settings.model_of(context + 2 * settings.steps)
+        arms = {}
+        for form, (weights, cache) in FORMS.items():
+            cache_dtype = eight_bits.dtype_named(cache)
+            config = whole_context(model, batch, cache_dtype, dtype="bfloat16", max_steps=settings.steps)
+            arms[form] = partial(decoding, config, stored[weights], context)
+        labels = {"tokens": context, "rows": batch}
+        yield Group(labels=labels, arms=arms, baseline="bfloat16", rounds=settings.rounds)
+        jax.clear_caches()
+    yield Group(arms={form: partial(quality, settings, *kinds) for form, kinds in FORMS.items()}, baseline="bfloat16")
 
 
-EXPERIMENT = Experiment(
-    question="What do weights and caches in 8 bits save of time, and what do they change of a model's loss?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "loss": Figure(header="loss, nats", against="difference"),
-        "weight_bytes": Figure(header="bytes of weights"),
-        "token_bytes": Figure(header="bytes of a cached token"),
-    },
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "loss": Figure(header="loss, nats", against="difference"),
+    "weight_bytes": Figure(header="bytes of weights"),
+    "token_bytes": Figure(header="bytes of a cached token"),
+}

@@ -1,4 +1,4 @@
-"""How long decode attention takes by the share of the blocks it reads, beside a plain copy of memory.
+"""How long does decode attention take by the share of the blocks it reads, beside a copy of memory?
 
 Every backend of the device reads all blocks, then fewer. Beside them stands attention of XLA to the same tokens in
 order. A round is a chain of calls, each over tokens of its own, so that no cache of the processor has them. A copy
@@ -21,7 +21,7 @@ from jaxtyping import Array
 from et_jax.pallas.backend import resolve
 from et_jax.pallas.paged_attention.api import BACKENDS, paged_attention
 from et_jax.softmax import Softmax
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed, setting
+from scripts.measuring.experiment import Base, Figure, Group, Missed, setting
 from scripts.measuring.timing import Round, seconds
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -140,12 +140,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels=labels, arms=arms, baseline="copy", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="How long does decode attention take by the share of the blocks it reads, beside a copy of memory?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "milliseconds": Figure(header="ms a call"),
-        "gb_per_s": Figure(header="GB/s", against="ratio"),
-    },
-)
+FIGURES = {
+    "milliseconds": Figure(header="ms a call"),
+    "gb_per_s": Figure(header="GB/s", against="ratio"),
+}

@@ -1,4 +1,4 @@
-"""Tokens a second of et_jax, an older version of it, llama.cpp and transformers on one model and machine.
+"""How many tokens a second do et_jax, its older version, llama.cpp and transformers get on one machine?
 
 The model is random weights, by default in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its
 own forms, every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from scripts.measuring.experiment import Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.shapes import SHAPES, Shaped
@@ -116,13 +116,8 @@ def groups(settings: Settings) -> Iterator[Group]:
             engine.end()
 
 
-EXPERIMENT = Experiment(
-    question="How many tokens a second do et_jax, its older version, llama.cpp and transformers get on one machine?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "steps_per_second": Figure(header="steps a second"),
-        "first_seconds": Figure(header="seconds to the first token"),
-    },
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "steps_per_second": Figure(header="steps a second"),
+    "first_seconds": Figure(header="seconds to the first token"),
+}

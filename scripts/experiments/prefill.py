@@ -1,4 +1,4 @@
-"""Budgets for prompts at equal shares of blocks read: a constant, by entropy, by mass, by place and by chance.
+"""Which budget of blocks for reading prompts loses least at equal shares of blocks read?
 
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from et_jax.control.budget import Budget
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedMass
 
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
@@ -74,14 +74,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         )
 
 
-EXPERIMENT = Experiment(
-    question="Which budget of blocks for reading prompts loses least at equal shares of blocks read?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-    },
-    document="entropyinfer.md",
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+}
+DOCUMENT = "entropyinfer.md"

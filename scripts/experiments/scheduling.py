@@ -1,4 +1,4 @@
-"""Priority rules under overload, in steps, on recorded arrivals: whether entropy serves requests in a better order.
+"""Does entropy serve requests in a better order than rules that know none?
 
 Lengths and arrivals are those of a recorded trace (Mooncake, FAST'25), scaled down to the model: prompts and answers by
 constant factors, time so that requests bring `load` times the tokens that the steps can produce while they arrive. All
@@ -30,7 +30,7 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace, value
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly
 ENTROPY = {"paper_linear": priority.LinearPriority(), "paper_ratio": priority.RatioPriority()}
@@ -157,14 +157,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"load": times_served}, arms=arms, baseline="fcfs")
 
 
-EXPERIMENT = Experiment(
-    question="Does entropy serve requests in a better order than rules that know none?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "latency": Figure(header="steps to the last token", against="saving"),
-        "first_token": Figure(header="steps to the first token", against="saving"),
-        "tokens_per_step": Figure(header="tokens a step"),
-    },
-    document="serving.md",
-)
+FIGURES = {
+    "latency": Figure(header="steps to the last token", against="saving"),
+    "first_token": Figure(header="steps to the first token", against="saving"),
+    "tokens_per_step": Figure(header="tokens a step"),
+}
+DOCUMENT = "serving.md"

@@ -1,4 +1,4 @@
-"""Selectors of blocks at equal shares of blocks read: what each loses, and the bytes that it moves.
+"""Which selector of blocks loses least at equal shares of blocks read, and what bytes does it move?
 
 Rows of held-out text at full context are read as prompts but for the last tokens, which pass one by one through the
 decoder's step. Each selector has one setting, its tolerance, which is searched until it reads the wanted share; Quest
@@ -20,7 +20,7 @@ from et_jax.control.expected_error import ExpectedError
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, coded_mass
 from scripts.measuring import paired
-from scripts.measuring.experiment import Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.selectors import guarded, quest, true_mass
 from scripts.measuring.teacher_forced import Forced, Scores
 
@@ -82,16 +82,11 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms={"dense": lambda: figures(bench.dense)} | arms, baseline="quest")
 
 
-EXPERIMENT = Experiment(
-    question="Which selector of blocks loses least at equal shares of blocks read, and what bytes does it move?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "share_bytes": Figure(header="bytes moved"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "share_bytes": Figure(header="bytes moved"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "measurements.md"

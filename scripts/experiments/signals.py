@@ -1,4 +1,4 @@
-"""Which signal should say how much attention mass a token or a head may leave unread, at equal blocks read.
+"""Which signal of entropy or error should say how much attention a token may leave unread?
 
 One tolerance for all is the baseline. Other arms multiply it, token by token, by a factor whose logarithm follows a
 signal: the entropy of the next token as the step before saw it, as this very step does (which no decoder knows yet), or
@@ -19,7 +19,7 @@ from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from scripts.measuring import paired
-from scripts.measuring.experiment import Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.selectors import guarded
 from scripts.measuring.teacher_forced import Forced, Scores
 
@@ -78,15 +78,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms=arms, baseline="constant")
 
 
-EXPERIMENT = Experiment(
-    question="Which signal of entropy or error should say how much attention a token may leave unread?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "measurements.md"

@@ -1,4 +1,4 @@
-"""What passes from the shell to the first token: a start with no program kept, and one with all of them.
+"""What passes from the shell to the first token, with no program kept and with all of them?
 
 Every start is a process of its own, `python -m et_jax.generate`. A cold start has an empty folder of programs, a warm
 one that which a start before it left.
@@ -15,7 +15,7 @@ from functools import partial
 
 from et_jax.errors import UsageError
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.timing import Round
 
@@ -79,10 +79,5 @@ def groups(settings: Settings) -> Iterator[Group]:
             yield Group(labels={"case": case}, arms=arms, baseline="cold", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="What passes from the shell to the first token, with no program kept and with all of them?",
-    settings=Settings,
-    groups=groups,
-    figures={"seconds": Figure(header="seconds", against="ratio")},
-    document="serving.md",
-)
+FIGURES = {"seconds": Figure(header="seconds", against="ratio")}
+DOCUMENT = "serving.md"

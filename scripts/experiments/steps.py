@@ -1,4 +1,4 @@
-"""What choosing blocks saves of the time of a decode step and of a prompt's prefill, over reading everything.
+"""What does choosing blocks save of the time of a decode step and of a prompt's prefill?
 
 A random model, by default in the shape of SmolLM-135M, decodes greedily from caches of random tokens, of whose keys
 one in 256 is 24 times as long, so that few blocks have most of the mass. A model that is random is never certain, so
@@ -32,7 +32,7 @@ from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import load
 from et_jax.types import Table, replace
-from scripts.measuring.experiment import Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
 from scripts.measuring.selectors import guarded, quest
 from scripts.measuring.shapes import Shaped
@@ -120,12 +120,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels=labels, arms=arms, baseline="off", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="What does choosing blocks save of the time of a decode step and of a prompt's prefill?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "milliseconds": Figure(header="ms", against="ratio"),
-        "share_read": Figure(header="blocks read"),
-    },
-)
+FIGURES = {
+    "milliseconds": Figure(header="ms", against="ratio"),
+    "share_read": Figure(header="blocks read"),
+}

@@ -1,4 +1,4 @@
-"""Entropy Adaptive Decoding against a coin that gives the model the same share of the words.
+"""Does entropy choose better than a coin which words a small model may say?
 
 Two models with one tokenizer take turns (Simonds 2025), as printed and with the guards of `switch.Hysteresis`. "random"
 tosses a coin every ten tokens, with the share of words that the model has as printed. On texts at temperature 0.7,
@@ -25,7 +25,7 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import Number, replace, value
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 TEMPERATURE = 0.7
 RUN = 10  # tokens between two coins, the paper's least run
@@ -120,15 +120,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"bound, bits": bits}, arms=arms, baseline="random")
 
 
-EXPERIMENT = Experiment(
-    question="Does entropy choose better than a coin which words a small model may say?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share": Figure(header="the model's share of words"),
-        "same": Figure(header="tokens as the model's", against="difference"),
-        "likely": Figure(header="log-probability, nats", against="difference"),
-        "bytes": Figure(header="bytes", against="ratio"),
-    },
-    document="switching.md",
-)
+FIGURES = {
+    "share": Figure(header="the model's share of words"),
+    "same": Figure(header="tokens as the model's", against="difference"),
+    "likely": Figure(header="log-probability, nats", against="difference"),
+    "bytes": Figure(header="bytes", against="ratio"),
+}
+DOCUMENT = "switching.md"

@@ -1,4 +1,4 @@
-"""Whether each temperature law holds its target entropy: free-running text, its tempered entropy against the target.
+"""Does each temperature law hold its target entropy?
 
 Every law continues the same prompts with the same seeds; end tokens are not heeded. The tempered entropy is that of the
 distribution a token was drawn from, before truncation. For Mirostat the target is a surprisal. `fixed` and `edt` know
@@ -20,7 +20,7 @@ from et_jax.decode.request import request
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 CLIP = {"low": 0.1, "high": 2.0}  # of every law and rule
 
@@ -90,15 +90,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"target, nats": target}, arms=arms, baseline="fixed")
 
 
-EXPERIMENT = Experiment(
-    question="Does each temperature law hold its target entropy?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tempered_entropy": Figure(header="tempered entropy, nats"),
-        "off": Figure(header="off the target, nats", against="difference"),
-        "surprisal": Figure(header="surprisal, nats"),
-        "temperature": Figure(header="temperature"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "tempered_entropy": Figure(header="tempered entropy, nats"),
+    "off": Figure(header="off the target, nats", against="difference"),
+    "surprisal": Figure(header="surprisal, nats"),
+    "temperature": Figure(header="temperature"),
+}
+DOCUMENT = "measurements.md"

@@ -1,4 +1,4 @@
-"""Tokens a second of many requests at once, against one at a time.
+"""How many tokens a second do many requests get at once, against one at a time?
 
 Prompts are windows of a text, of which some begin alike; lengths, temperatures and truncations are mixed, and end
 tokens are ignored, so that every arm writes the same number of tokens. One at a time means a model loaded for one
@@ -18,7 +18,7 @@ from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.timing import Round, seconds
 
@@ -93,14 +93,9 @@ def groups(settings: Settings) -> Iterator[Group]:
     yield Group(arms=arms, baseline="one at a time", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="How many tokens a second do many requests get at once, against one at a time?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "preemptions": Figure(header="preemptions"),
-        "share_cached": Figure(header="prompt tokens cached"),
-        "programs_compiled_late": Figure(header="programs compiled late"),
-    },
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "preemptions": Figure(header="preemptions"),
+    "share_cached": Figure(header="prompt tokens cached"),
+    "programs_compiled_late": Figure(header="programs compiled late"),
+}

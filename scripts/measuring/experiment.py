@@ -1,5 +1,7 @@
 """What an experiment is: a question, settings, and groups of arms that are measured on the same rows.
 
+It is a file of `scripts/experiments`, whose docstring begins with the question:
+
     @dataclass(frozen=True, kw_only=True)
     class Settings(Base):
         model: str = model()
@@ -7,7 +9,8 @@
 
     def groups(settings: Settings) -> Iterator[Group]: ...
 
-    EXPERIMENT = Experiment(question="...", settings=Settings, groups=groups, figures={"loss": Figure("loss, nats")})
+    FIGURES = {"loss": Figure(header="loss, nats")}
+    DOCUMENT = "measurements.md"  # where there is one that shows the table
 
 Settings are flags of the command line: `rows` is `--rows`. Each is checked before `groups` is called, which loads the
 model. An arm is a function without arguments. Of quality it returns the figures of each row. Of time, in a group with
@@ -174,4 +177,8 @@ def load_experiment(name: str) -> Experiment:
     """Return the experiment of a name. Raises UsageError where there is none."""
     if name not in names():
         raise UsageError(f"There is no experiment {name}; choose one of {', '.join(names())}.")
-    return importlib.import_module(f"scripts.experiments.{name}").EXPERIMENT
+    found = importlib.import_module(f"scripts.experiments.{name}")
+    question, document = str(found.__doc__).splitlines()[0], getattr(found, "DOCUMENT", None)
+    return Experiment(
+        question=question, settings=found.Settings, groups=found.groups, figures=found.FIGURES, document=document
+    )

@@ -19,7 +19,7 @@ from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
 
-def whole_context(model: ModelConfig, batch: int, dtype: Any, **settings: Any) -> DecoderConfig:
+def whole_context(model: ModelConfig, batch: int, cache_dtype: Any, **settings: Any) -> DecoderConfig:
     """Return a decoder of `batch` slots, all in every step and each as long as the model's context."""
     page_size = DEFAULT_PAGE_SIZE.get(jax.default_backend(), 64)
     return DecoderConfig(
@@ -31,7 +31,7 @@ def whole_context(model: ModelConfig, batch: int, dtype: Any, **settings: Any) -
         max_length=model.max_positions,
         prefill_batch=page_size,
         chunk=page_size,
-        cache_dtype=dtype,
+        cache_dtype=cache_dtype,
         backend=pick(jax.default_backend()),
         **settings,
     )

@@ -47,7 +47,7 @@ def _against(kind: str | None, own: np.ndarray, other: np.ndarray) -> dict[str, 
         low, high = paired.interval(own - other)
         return {"difference": {"value": float((own - other).mean()), "low": low, "high": high}}
     if kind == "saving":
-        return {"saving": vars(paired.saving(own, other))}
+        return {"saving": paired.saving(own, other)}
     ratio = own / other
     return {"ratio": {"value": float(np.median(ratio)), "low": float(ratio.min()), "high": float(ratio.max())}}
 

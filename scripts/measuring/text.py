@@ -1,7 +1,6 @@
 """Text to measure on, as rows of token ids: works held out from the bundled model's training, or a file of stories."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,14 @@ def texts(path: Path) -> list[str]:
 
 
 def rows(model: Model, path: Path, count: int, length: int) -> Int[np.ndarray, "r t"]:
-    """Return `count` rows of `length` tokens, evenly spaced over the texts of a file."""
-    return cut(model, str(path), texts(path), count, length)
-
-
-def cut(model: Model, name: str, texts: Sequence[str], count: int, length: int) -> Int[np.ndarray, "r t"]:
-    """Return `count` rows of `length` tokens, evenly spaced over the texts end to end, which errors call `name`.
+    """Return `count` rows of `length` tokens, evenly spaced over the texts of a file end to end.
 
     Every text, and every row, begins with what the model's tokenizer puts before a text.
     """
-    parts = [model.tokenizer.encode(text) for text in texts]
+    parts = [model.tokenizer.encode(text) for text in texts(path)]
     stream = np.concatenate([np.array(part, np.int32) for part in parts])
     if len(stream) < count * length:
-        raise UsageError(f"{name} has {len(stream)} tokens and {count} rows of {length} were asked for; ask for fewer.")
+        raise UsageError(f"{path} has {len(stream)} tokens and {count} rows of {length} were asked for; ask for fewer.")
     starts = np.linspace(0, len(stream) - length, count).astype(int)
     found = stream[starts[:, None] + np.arange(length)]
     found[:, 0] = parts[0][0]
