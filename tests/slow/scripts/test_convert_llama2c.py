@@ -1,7 +1,6 @@
-"""Converted llama2.c models: the same story and the same ids as two slower programs written from the format alone."""
+"""Converted llama2.c models: the published story, and the ids of a slower program written from the format alone."""
 
 import functools
-import io
 import struct
 
 import jax
@@ -18,7 +17,11 @@ from et_jax.models.checkpoint import load
 from et_jax.text import load_tokenizer
 
 MODEL, PIECES = SHARED / "models/stories260K/stories260K.bin", SHARED / "models/stories260K/tok512.bin"
-STORY = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."  # published
+STORY = (  # published with the model
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
+    "a big, red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the "
+    'park." Lily was sad and didn\'t know what to do. She said, "I want to play with your ball, but I can\'t find it."'
+)
 
 pytestmark = pytest.mark.skipif(
     not MODEL.exists(), reason=f"{MODEL} is absent; set ET_JAX_SHARED to the folder of shared models"
@@ -32,86 +35,30 @@ def folder(tmp_path_factory):
     return folder
 
 
-def float64_logits(content, tokens):
-    """Logits after the last token, in float64 numpy, from a legacy file: adjacent pairs rotate."""
-    dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28])
-    stream, d = io.BytesIO(content[28:]), dim // heads
-
-    def numbers(*shape):
-        return np.frombuffer(stream.read(4 * int(np.prod(shape))), "<f4").reshape(shape).astype(np.float64)
-
-    embedding = numbers(abs(vocab), dim)
-    shapes = [(dim,), (heads * d, dim), (kv_heads * d, dim), (kv_heads * d, dim), (dim, heads * d)]
-    shapes += [(dim,), (hidden, dim), (dim, hidden), (hidden, dim)]
-    stacks = [numbers(layers, *shape) for shape in shapes]
-    final_norm = numbers(dim)
-    numbers(length, d)
-    head = embedding if vocab > 0 else numbers(-vocab, dim)
-
-    def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
-
-    def turn(x):
-        angle = np.arange(len(tokens))[:, None, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
-        z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
-        return np.stack([z.real, z.imag], -1).reshape(x.shape)
-
-    x = embedding[tokens]
-    future = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
-    for norm1, wq, wk, wv, wo, norm2, w1, w2, w3 in zip(*stacks, strict=True):
-        y = norm(x, norm1)
-        q, k = turn((y @ wq.T).reshape(-1, heads, d)), turn((y @ wk.T).reshape(-1, kv_heads, d))
-        v, mixed = (y @ wv.T).reshape(-1, kv_heads, d), []
-        for h in range(heads):
-            scores = q[:, h] @ k[:, h * kv_heads // heads].T / np.sqrt(d) + future
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, h * kv_heads // heads])
-        x = x + np.concatenate(mixed, -1) @ wo.T
-        y = norm(x, norm2)
-        gate = y @ w1.T
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ w3.T)) @ w2.T
-    return norm(x, final_norm) @ head.T
-
-
-@pytest.fixture(scope="module")
-def story(folder):
-    """The converted model's greedy story from BOS: 258 ids."""
+def test_the_greedy_story_is_the_published_one(folder):
     config, params = load(folder)
+    assert config.tie_embeddings
 
     def append(index, tokens):
         winner = dense_logits(config, params, tokens)[0, index].argmax()
         return tokens.at[0, index + 1].set(winner.astype(jnp.int32))
 
-    return np.asarray(jax.lax.fori_loop(0, 257, append, jnp.ones((1, 258), jnp.int32)))
-
-
-def test_the_greedy_story_is_that_of_a_float64_program(folder, story):
-    config, params = load(folder)
-    assert config.tie_embeddings
-    expected = float64_logits(MODEL.read_bytes(), story[0, :-1])
-    second, first = np.sort(expected)[:, -2:].T
-    assert (first - second).min() > 1e-3  # no near-tie that float32 could turn
-    assert expected.argmax(-1).tolist() == story[0, 1:].tolist()
-    np.testing.assert_allclose(dense_logits(config, params, story[:, :-1])[0], expected, atol=1e-3, rtol=0)
-
-
-def test_the_greedy_story_is_the_published_one(folder, story):
+    story = jax.lax.fori_loop(0, 257, append, jnp.ones((1, 258), jnp.int32))
     assert load_tokenizer(folder).decode(story[0].tolist()).startswith(STORY)
 
 
-def test_an_untied_head_is_read(tmp_path):
-    """The same model with a head of its own, the embedding upside down."""
+def test_an_untied_head_is_read(folder, tmp_path):
+    """With the embedding upside down as a head of its own, the logits are those of the model in reverse."""
     content = MODEL.read_bytes()
     dim, *sizes, vocab, length = struct.unpack("<7i", content[:28])
     embedding = np.frombuffer(content, "<f4", vocab * dim, 28).reshape(vocab, dim)
     untied = struct.pack("<7i", dim, *sizes, -vocab, length) + content[28:] + embedding[::-1].tobytes()
     (tmp_path / "untied.bin").write_bytes(untied)
     script("convert_llama2c").convert(tmp_path / "untied.bin", PIECES, tmp_path / "out")
-    config, params = load(tmp_path / "out")
-    assert not config.tie_embeddings
-    tokens = np.arange(1, 40)
-    logits = np.asarray(dense_logits(config, params, tokens[None].astype(np.int32))[0])
-    np.testing.assert_allclose(logits, float64_logits(untied, tokens), atol=1e-3, rtol=0)
+    assert not load(tmp_path / "out")[0].tie_embeddings
+    tokens = jnp.arange(1, 40)[None]
+    tied, own = (np.asarray(dense_logits(*load(one), tokens)) for one in (folder, tmp_path / "out"))
+    np.testing.assert_allclose(own, tied[..., ::-1], atol=1e-5)
 
 
 def read_pieces():
