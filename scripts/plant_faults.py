@@ -102,7 +102,7 @@ def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: li
     tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True))
     place = tree / fault["file"]
     place.write_text(place.read_text(encoding="utf-8").replace(fault["old"], fault["new"]), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-v", "-x", "--no-header", "--tb=no", "--timeout=200"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
     paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
     how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
     try:

@@ -73,7 +73,8 @@ def saving(arm: Float[np.ndarray, " r"], baseline: Float[np.ndarray, " r"]) -> d
     `low` and `high` contain it with 95%, resampled over the rows that both have.
     """
     drawn = np.random.default_rng(0).integers(len(arm), size=(RESAMPLES, len(arm)))
-    low, high = np.percentile(1.0 - arm[drawn].sum(1) / baseline[drawn].sum(1), [2.5, 97.5])
+    shares = 1.0 - arm[drawn].sum(1) / baseline[drawn].sum(1)
+    low, high = np.percentile(shares, [2.5, 97.5])
     return {"share": float(1.0 - arm.sum() / baseline.sum()), "low": float(low), "high": float(high)}
 
 
