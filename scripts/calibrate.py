@@ -21,7 +21,7 @@ from et_jax.serve.engine import load
 from et_jax.tasks.calibration import fit_temperature, head_sensitivity, negative_log_likelihood
 from et_jax.types import Table
 from scripts.measuring import arguments
-from scripts.measuring.text import cut, held_out_logits, texts
+from scripts.measuring.text import held_out_logits, rows, texts
 
 WORTH = 1e-3  # nats a token that a temperature must save
 
@@ -41,23 +41,19 @@ def main() -> int:
     try:
         folder = resolve(args.model) if args.output is None else args.output
         check_writable(folder / FILE)
-        works = texts(args.text)
+        texts(args.text)  # refused before a model is loaded
         model = load(args.model, dtype="float32", max_num_seqs=2)
         if any(model.config.windows):
             raise UsageError("This script attends over whole rows; a model with sliding windows needs another.")
-        given = cut(model, str(args.text), works, args.rows, model.config.max_positions)
+        given = rows(model, args.text, args.rows, model.config.max_positions)
         logits, targets = held_out_logits(model, given)
         temperature = float(fit_temperature(logits, targets))
         sensitivity = head_sensitivity(model.config, model.params, given, model.config.max_positions // 2)
         before, after = (float(negative_log_likelihood(logits, targets, t)) for t in (1.0, temperature))
         if before - after < WORTH:
             temperature, after = 1.0, before
-        facts = {
-            "text": args.text.name,
-            "tokens": int(targets.shape[0]),
-            "nats_per_token_at_1": round(before, 5),
-            "nats_per_token": round(after, 5),
-        }
+        facts = {"text": args.text.name, "tokens": int(targets.shape[0])}
+        facts |= {"nats_per_token_at_1": round(before, 5), "nats_per_token": round(after, 5)}
         found = Calibration(temperature=temperature, sensitivity=Table(sensitivity))
         path = write_calibration(folder, found, facts)
     except UsageError as error:

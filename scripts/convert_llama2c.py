@@ -22,8 +22,8 @@ from et_jax.models.sources import tensor_shapes
 from et_jax.text.backends import other_format
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2 whatever the file calls them; byte pieces follow
-NEWER = b"24ka"  # what llama2.c's versions 1 and 2 begin with
-PIECES = 3 + 256  # the first id that is a piece of text
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+PIECES = len(SPECIAL + BYTES)  # the first id that is a piece of text
 LAYER_ORDER = (  # llama2.c stores each kind of weight for all layers at once, in this order
     *("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     *("post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj"),
@@ -36,14 +36,10 @@ def read_model(file: Path) -> tuple[ModelConfig, Params]:
     content = file.read_bytes()
     if known := other_format(content):
         raise UsageError(f"{file} is {known}, not a model in llama2.c's legacy format.")
-    if content.startswith(NEWER):
-        raise UsageError(f"{file} is in one of llama2.c's newer formats; export it with version 0, the legacy one.")
-    if len(content) < 28:
-        raise UsageError(f"{file} is no llama2.c model: it is shorter than a header; fetch it again.")
-    dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28])
+    dim, hidden, layers, heads, kv_heads, vocab, length = struct.unpack("<7i", content[:28].ljust(28, b"\0"))
     sizes = (dim, hidden, layers, heads, kv_heads, abs(vocab), length)
     if min(sizes) < 1 or max(sizes) > len(content) or layers > MAX_LAYERS or dim % (2 * heads) or heads % kv_heads:
-        raise UsageError(f"{file} is no llama2.c model in the legacy format: its header makes no sense.")
+        raise UsageError(f"{file} is no llama2.c model in the legacy format, version 0: its header makes no sense.")
     config = ModelConfig(
         architecture="llama",
         vocab_size=abs(vocab),
@@ -67,14 +63,13 @@ def read_model(file: Path) -> tuple[ModelConfig, Params]:
         raise UsageError(f"{file} has {len(content)} bytes but its header calls for {expected}; fetch it again.")
     shapes, numbers, weights = tensor_shapes(sources_of(config)), np.frombuffer(content, "<f4", offset=28), {}
     names = [f"model.layers.{layer}.{kind}.weight" for kind in LAYER_ORDER for layer in range(layers)]
-    for name in ["model.embed_tokens.weight", *names, "model.norm.weight", "", "lm_head.weight"]:
-        if not name:
-            numbers = numbers[rotary:]
-        elif name in shapes:  # a tied head is not
-            size = int(np.prod(shapes[name]))
-            weight, numbers = numbers[:size].reshape(shapes[name]), numbers[size:]
-            paired = name.endswith(("q_proj.weight", "k_proj.weight"))
-            weights[name] = half_split(weight, config.head_dim) if paired else weight
+    for name in ["model.embed_tokens.weight", *names, "model.norm.weight"]:
+        size = int(np.prod(shapes[name]))
+        weight, numbers = numbers[:size].reshape(shapes[name]), numbers[size:]
+        paired = name.endswith(("q_proj.weight", "k_proj.weight"))
+        weights[name] = half_split(weight, config.head_dim) if paired else weight
+    if not config.tie_embeddings:
+        weights["lm_head.weight"] = numbers[rotary:].reshape(shapes["lm_head.weight"])
     return config, assemble(config, weights)
 
 
@@ -82,6 +77,26 @@ def half_split(weight: np.ndarray, head_dim: int) -> np.ndarray:
     """Return a query or key matrix whose rotary pairs are channels i and i + d/2; llama2.c pairs 2i and 2i + 1."""
     pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
     return np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(weight.shape)
+
+
+def read_pieces(file: Path) -> dict[str, float]:
+    """Return the pieces of a llama2.c tokenizer with their scores. Raises UsageError for another format."""
+    content, pieces = read_bytes(file, MAX_TOKENIZER_BYTES), {}
+    if known := other_format(content):
+        raise UsageError(f"{file} is {known}, not a tokenizer in llama2.c's format; export it with llama2.c first.")
+    offset = 4  # the length of the longest piece comes first, which is not needed
+    while offset + 8 <= len(content):
+        score, length = struct.unpack_from("<fi", content, offset)
+        if not math.isfinite(score) or not 0 <= length <= len(content) - offset - 8:
+            break
+        pieces[content[offset + 8 : offset + 8 + length].decode("utf-8", errors="replace")] = score
+        offset += 8 + length
+    if offset != len(content):
+        raise UsageError(
+            f"{file} is not a tokenizer in llama2.c's format, or cut: after {len(pieces)} pieces there is none; "
+            "use the file that came with the model."
+        )
+    return pieces
 
 
 def read_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
@@ -92,46 +107,22 @@ def read_tokenizer(file: Path, vocab_size: int) -> Tokenizer:
     that spells a special token is read as that token, as is the custom of Hugging Face files. Raises
     UsageError for another format, and for a file whose first pieces are not the special tokens and the bytes.
     """
-    content, pieces = read_bytes(file, MAX_TOKENIZER_BYTES), []
-    if known := other_format(content):
-        raise UsageError(f"{file} is {known}, not a tokenizer in llama2.c's format; export it with llama2.c first.")
-    offset = 4  # the length of the longest piece comes first, which is not needed
-    while offset + 8 <= len(content):
-        score, length = struct.unpack_from("<fi", content, offset)
-        if not math.isfinite(score) or not 0 <= length <= len(content) - offset - 8:
-            break
-        pieces.append((content[offset + 8 : offset + 8 + length].decode("utf-8", errors="replace"), score))
-        offset += 8 + length
-    if offset != len(content):
-        raise UsageError(
-            f"{file} is not a tokenizer in llama2.c's format, or cut: after {len(pieces)} pieces there is none; "
-            "use the file that came with the model."
-        )
+    scores = read_pieces(file)
+    pieces = list(scores)
     if len(pieces) != vocab_size:
         raise UsageError(
-            f"{file} holds {len(pieces)} pieces but the model knows {vocab_size}; use the model's own file."
+            f"{file} has {len(pieces)} different pieces but the model {vocab_size} tokens; use the model's own file."
         )
-    if len(pieces) < PIECES:
-        raise UsageError(
-            f"{file} holds {len(pieces)} pieces, fewer than the {PIECES} special tokens and bytes that come first; "
-            "such a tokenizer cannot be converted."
-        )
-    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece, _ in pieces[PIECES:])]
-    for name, (piece, _) in list(zip(names, pieces, strict=True))[len(SPECIAL) : PIECES]:
-        if piece != name:
-            raise UsageError(
-                f"{file} holds {piece[:40]!r} where the piece of a byte, {name}, belongs; "
-                "such a tokenizer cannot be converted."
-            )
-    vocab = {name: id for id, name in enumerate(names)}
-    if len(vocab) != len(names):
-        raise UsageError(f"{file} holds a piece twice; use the model's own file.")
-    texts = set(names[PIECES:])
+    if tuple(pieces[len(SPECIAL) : PIECES]) != BYTES:
+        raise UsageError(f"{file} has no piece for every byte after {len(SPECIAL)} others; it cannot be converted.")
+    texts = pieces[PIECES:]
+    known = set(texts)
+    vocab = {name: id for id, name in enumerate((*SPECIAL, *BYTES, *texts))}
     merges = [
         (piece[:cut], piece[cut:])
-        for piece, _ in sorted(pieces[PIECES:], key=lambda entry: -entry[1])
+        for piece in sorted(texts, key=lambda piece: -scores[piece])
         for cut in range(1, len(piece))
-        if piece[:cut] in texts and piece[cut:] in texts
+        if piece[:cut] in known and piece[cut:] in known
     ]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Prepend(" ")

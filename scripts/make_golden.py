@@ -122,7 +122,6 @@ def make_family(folder: Path, config_name: str, settings: dict, seed: int, num_p
         weights, experts = (torch.stack(each).numpy() for each in zip(*routed, strict=True))
         golden |= {"expert_weights": weights, "experts": experts.astype(np.int32)}
     np.savez(folder / "golden.npz", **golden)
-    print(f"{folder.name}: logits deviate by {logits.std():.2f}")
 
 
 def draw_mxfp4(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -157,29 +156,20 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
         ids = tokenizer.encode(prompt).ids
         output = model.generate(torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False)[0, len(ids) :].tolist()
         stopped = output[-1] == model.config.eos_token_id
-        row = {
-            "prompt": prompt,
-            "prompt_ids": ids,
-            "ids": output,
-            "text": tokenizer.decode(output[:-1] if stopped else output),
-            "stopped": stopped,
-        }
-        rows.append(row)
-        print(f"{len(output)} tokens{', stopped' if stopped else ''}: {row['text'][:60]!r}")
+        text = tokenizer.decode(output[:-1] if stopped else output)
+        rows.append({"prompt": prompt, "prompt_ids": ids, "ids": output, "text": text, "stopped": stopped})
     file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the golden files")
-    every = [*FAMILIES, *LATER, *MIXTURES, *SINKS]
-    parser.add_argument("--only", nargs="+", default=every, metavar="NAME", help="families to write")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="families to write (default: all)")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
     arguments = parser.parse_args()
-    tables = (FAMILIES | LATER, 0), (MIXTURES, 100), (SINKS, 200)
-    for table, first in tables:
+    for table, first in ((FAMILIES | LATER, 0), (MIXTURES, 100), (SINKS, 200)):
         for seed, (name, (config_name, settings)) in enumerate(table.items(), first):
-            if name in arguments.only:
+            if arguments.only is None or name in arguments.only:
                 num_prompts = 1 if name in FAMILIES else 3
                 make_family(arguments.out / name, config_name, settings, seed, num_prompts, name.endswith("mxfp4"))
     if arguments.greedy:

@@ -22,7 +22,6 @@ from scripts.measuring.results import REPOSITORY
 from scripts.measuring.runner import run, runs_of
 
 RESULTS = REPOSITORY / "benchmarks/results/experiments"
-OWN = ("quick", "output", "plot")  # flags that are no setting
 
 
 def parser_of(name: str, experiment: Experiment) -> argparse.ArgumentParser:
@@ -33,8 +32,6 @@ def parser_of(name: str, experiment: Experiment) -> argparse.ArgumentParser:
     add_flags(made, experiment.settings)
     made.add_argument("--quick", action="store_true", help="in seconds: too small to learn from")
     made.add_argument("--output", type=Path, help="the JSON file (default benchmarks/results/experiments)")
-    if experiment.plot is not None:
-        made.add_argument("--plot", type=Path, help="draw the run to a .png, .svg or .pdf")
     return made
 
 
@@ -42,13 +39,11 @@ def measure(name: str, arguments: Sequence[str]) -> None:
     """Run an experiment by name with its flags, and print its table."""
     experiment = load_experiment(name)
     given = vars(parser_of(name, experiment).parse_args(arguments))
-    quick, output, picture = (given.pop(one, None) for one in OWN)
+    quick, output = given.pop("quick"), given.pop("output")
     settings = settings_of(experiment, given, quick)
     path = output or (None if quick else RESULTS / f"{name}.json")
     found = run(name, experiment, settings, path, lambda line: print(line, file=sys.stderr, flush=True))
     print(tables.part(name, experiment, [found]))
-    if picture is not None:
-        tables.plot(experiment, found, picture)
 
 
 def write_tables() -> None:

@@ -2,7 +2,6 @@
 
     python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
     python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
-    python scripts/plant_faults.py run --name slow --unseen-by short --map runs/entered_slow -m slow
 
 `run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
 quickest, until a test fails. What runs in a process of its own enters nothing, so commands come last, and are tried for
@@ -16,7 +15,6 @@ import collections
 import concurrent.futures
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -45,10 +43,6 @@ def faults() -> list[dict[str, str]]:
                 )
             found.append(fault)
     return found
-
-
-def key(fault: dict[str, str]) -> tuple[str, str]:
-    return fault["file"], fault["what"]
 
 
 def function_of(fault: dict[str, str]) -> str | None:
@@ -102,24 +96,23 @@ def tests_of(fault: dict[str, str], entered: Entered, seconds: dict[str, float])
     return sorted(found, key=lambda test: (test.startswith(COMMANDS), module not in Path(test).stem, seconds[test]))
 
 
-def seen_by(fault: dict[str, str], tree: Path, tests: list[str], arguments: list[str]) -> str | None:
-    """Return the first test that fails with a fault in the copy `tree`; None where none does."""
-    place, source = tree / fault["file"], (ROOT / fault["file"]).read_text(encoding="utf-8")
-    place.write_text(source.replace(fault["old"], fault["new"]), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-v", "-x", "--no-header", "--tb=no", "--timeout=200"]
+def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: list[str]) -> str | None:
+    """Return the first test that fails with a fault in a copy of the code in `folder`; None where none does."""
+    ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
+    tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True))
+    place = tree / fault["file"]
+    place.write_text(place.read_text(encoding="utf-8").replace(fault["old"], fault["new"]), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
     paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
     how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
     try:
         done = subprocess.run([*command, *tests, *arguments], **how)
     except subprocess.TimeoutExpired:
         return None
-    finally:
-        place.write_text(source, encoding="utf-8")
     if done.returncode in (0, 5):  # 5: no test is chosen
         return None
-    begun = [line.split(" ")[0] for line in done.stdout.splitlines() if line.startswith("tests/")]
     ended = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ended[0] if ended else f"{begun[-1] if begun else 'pytest itself'} (ends with {done.returncode})"
+    return ended[0] if ended else f"pytest itself (ends with {done.returncode})"
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:
@@ -127,25 +120,17 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     entered, seconds = read_map(args.map)
     kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     rows = kept.setdefault(args.name, [])
-    tried = {key(row) for row in rows}
-    wanted = None if args.unseen_by is None else {key(row) for row in kept[args.unseen_by] if row["seen_by"] is None}
-    chosen = [one for one in faults() if args.only in one["file"] and key(one) not in tried]
-    chosen = [one for one in chosen if wanted is None or key(one) in wanted]
-    trees: queue.Queue[Path] = queue.Queue()
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
-        for number in range(args.jobs):
-            ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
-            trees.put(Path(shutil.copytree(ROOT, Path(folder) / f"copy{number}", ignore=ignored, symlinks=True)))
+    tried = {(row["file"], row["what"]) for row in rows}
+    chosen = [one for one in faults() if args.only in one["file"] and (one["file"], one["what"]) not in tried]
 
-        def one(fault: dict[str, str]) -> dict[str, Any]:
-            tree, tests = trees.get(), tests_of(fault, entered, seconds)
-            try:
-                seen = seen_by(fault, tree, tests, arguments)
-            finally:
-                trees.put(tree)
-            print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'}", flush=True)
-            return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
+    def one(fault: dict[str, str]) -> dict[str, Any]:
+        tests = tests_of(fault, entered, seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            seen = seen_by(fault, Path(folder), tests, arguments)
+        print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'}", flush=True)
+        return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
 
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
         for done in concurrent.futures.as_completed([workers.submit(one, fault) for fault in chosen]):
             rows.append(done.result())
             RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
@@ -156,7 +141,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["map", "run"])
     parser.add_argument("--only", default="", help="faults in files with this in their name")
-    parser.add_argument("--unseen-by", help="faults that the run of this name did not see")
     parser.add_argument("--jobs", type=int, default=2, help="faults tried at a time (default: 2)")
     parser.add_argument("--name", default="short", help="the name of the results (default: short)")
     parser.add_argument("--map", type=Path, default=ROOT / "runs/entered", help="where the map is kept")

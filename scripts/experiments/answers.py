@@ -1,4 +1,4 @@
-"""Right answers to tasks, where presets read a part of a long text, and the blocks that they read.
+"""Which tasks are still answered rightly where presets read a part of a long text?
 
 Every task is asked of the model alone, its own tokens fed back to it. Rows are questions: each answer is compared with
 that to the same question with everything read.
@@ -18,7 +18,7 @@ from et_jax.serve.engine import load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),
@@ -63,14 +63,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"task": task}, arms=arms, baseline="off" if "off" in arms else None)
 
 
-EXPERIMENT = Experiment(
-    question="Which tasks are still answered rightly where presets read a part of a long text?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "right": Figure(header="right answers", against="difference"),
-        "share_read": Figure(header="blocks read"),
-        "prompt_share_read": Figure(header="blocks read of prompts"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "right": Figure(header="right answers", against="difference"),
+    "share_read": Figure(header="blocks read"),
+    "prompt_share_read": Figure(header="blocks read of prompts"),
+}
+DOCUMENT = "measurements.md"

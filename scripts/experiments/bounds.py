@@ -1,4 +1,4 @@
-"""How tight the certified bounds on attention mass are: the blocks that each opens at a tolerance.
+"""How many blocks does each certified bound on attention mass open at a tolerance?
 
 Every arm proves that no head leaves more than the tolerance of its mass unread: from the box of a block's keys, from
 the box and the mean key (chord), or from 8-bit copies of the keys. "true mass" knows each block's mass, from the dense
@@ -8,15 +8,13 @@ run, and opens the fewest blocks.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from et_jax.control import select
 from et_jax.control.selector import AnySelector
-from et_jax.serve.engine import load
-from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.teacher_forced import TeacherForced, guarded, true_mass
+from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.selectors import guarded, true_mass
+from scripts.measuring.teacher_forced import Forced
 
 BOUNDS: dict[str, AnySelector] = {
     "box": select.Certified(select.box_bounds),
@@ -27,14 +25,9 @@ BOUNDS: dict[str, AnySelector] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class Settings(Forced):
     """Flags of the experiment."""
 
-    model: str = experiment.model()
-    text: Path = experiment.text()
-    rows: int = setting(8, "rows of text", least=2, quick=2)
-    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
-    measured: int = setting(64, "the last tokens of a row, which are measured", least=1, quick=8)
     tolerances: tuple[float, ...] = setting(
         (0.5, 0.2, 0.1, 0.05, 0.01), "attention mass left unread", least=0.0, most=1.0, quick=(0.0, 0.2)
     )
@@ -42,10 +35,7 @@ class Settings(Base):
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each tolerance."""
-    served = load(settings.model, dtype="float32", max_num_seqs=2)
-    length = settings.length or served.max_model_len
-    rows = text.rows(served, settings.text, settings.rows, length)
-    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+    bench = settings.bench()
 
     def arm(name: str, tolerance: float) -> dict[str, Any]:
         masses = {"block_mass": bench.true_masses} if name == "true mass" else {}
@@ -58,14 +48,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"tolerance": tolerance}, arms=arms, baseline="true mass")
 
 
-EXPERIMENT = Experiment(
-    question="How many blocks does each certified bound on attention mass open at a tolerance?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read", against="difference"),
-        "share_bytes": Figure(header="bytes moved"),
-        "least_kept_mass": Figure(header="least mass read, proved"),
-        "divergence": Figure(header="KL from dense, nats"),
-    },
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read", against="difference"),
+    "share_bytes": Figure(header="bytes moved"),
+    "least_kept_mass": Figure(header="least mass read, proved"),
+    "divergence": Figure(header="KL from dense, nats"),
+}

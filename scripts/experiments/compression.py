@@ -1,4 +1,4 @@
-"""What caches lose that keep a part of their entries, by the policy that chooses them, at equal entries.
+"""What do caches lose that keep a part of their entries, by the policy that chooses them?
 
 Rows of text are read as prompts, compressed by the decoder's own policies, and decoded on with the entries kept and
 those that come. "latent" ranks when N_d tokens are decoded, the others once the prompt is read.
@@ -7,26 +7,18 @@ those that come. "latent" ranks when N_d tokens are decoded, the others once the
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from et_jax.control.compression import named
 from et_jax.control.policies import POLICIES
-from et_jax.serve.engine import load
-from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed, setting
-from scripts.measuring.teacher_forced import TeacherForced
+from scripts.measuring.experiment import Figure, Group, Missed, setting
+from scripts.measuring.teacher_forced import Forced
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class Settings(Forced):
     """Flags of the experiment."""
 
-    model: str = experiment.model()
-    text: Path = experiment.text()
-    rows: int = setting(24, "rows of text", least=2, quick=2)
-    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=161)
-    measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=16)
     shares: tuple[float, ...] = setting((0.5, 0.25, 0.125), "of entries", least=0.01, most=1.0, quick=(0.5,))
     policies: tuple[str, ...] = setting(
         tuple(POLICIES), "policies", choices=tuple(POLICIES), quick=("snapkv", "streaming")
@@ -35,17 +27,14 @@ class Settings(Base):
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of entries."""
-    served = load(settings.model, dtype="float32", max_num_seqs=2)
-    length = settings.length or served.max_model_len
-    rows = text.rows(served, settings.text, settings.rows, length)
-    bench = TeacherForced(served, rows, length - 1 - settings.measured)
-    page = served.decoder_config.page_size
+    bench = settings.bench()
+    page = bench.model.decoder_config.page_size
 
     def arm(name: str, share: float) -> dict[str, Any]:
         budget = round(share * bench.start / page) * page
         try:
             how = named(name, budget)
-            region = how.layout(page, served.config.windows).region * page
+            region = how.layout(page, bench.model.config.windows).region * page
         except ValueError as error:
             raise Missed(str(error)) from error
         if region >= bench.start:
@@ -58,16 +47,11 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms=arms, baseline="snapkv" if "snapkv" in arms else None)
 
 
-EXPERIMENT = Experiment(
-    question="What do caches lose that keep a part of their entries, by the policy that chooses them?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "room": Figure(header="entries there is room for"),
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from the full cache, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="entropyinfer.md",
-)
+FIGURES = {
+    "room": Figure(header="entries there is room for"),
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from the full cache, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "entropyinfer.md"

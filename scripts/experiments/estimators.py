@@ -1,4 +1,4 @@
-"""How well entropies from the k likeliest tokens agree with the exact one, on real logits.
+"""How well do entropies from the k likeliest tokens agree with the exact one?
 
 The second half of each row of held-out text counts, where the model has context.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from et_jax.control import entropy
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 ROUNDING = 1e-4  # nats by which the truth may miss the interval
 
@@ -54,14 +54,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"k": k}, arms={name: partial(arm, one) for name, one in made.items()}, baseline="top k")
 
 
-EXPERIMENT = Experiment(
-    question="How well do entropies from the k likeliest tokens agree with the exact one?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "error": Figure(header="absolute error, nats", against="saving"),
-        "width": Figure(header="width of the interval, nats"),
-        "outside": Figure(header="truth outside the interval"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "error": Figure(header="absolute error, nats", against="saving"),
+    "width": Figure(header="width of the interval, nats"),
+    "outside": Figure(header="truth outside the interval"),
+}
+DOCUMENT = "measurements.md"

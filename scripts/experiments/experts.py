@@ -1,4 +1,4 @@
-"""To how many experts a token should go: entropy against mass, a constant, and entropies of other tokens.
+"""Does entropy say to how many experts a token should go, better than mass or a constant?
 
 A mixture reads held-out text by the decoder's own step, of every row the first tokens as trained, the others by a rule.
 A number of every rule is searched at which tokens go to as many experts as under the constant, on average over tokens
@@ -18,7 +18,7 @@ from et_jax.control.experts import Entropy, ExpertRule, Mass, TopK
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.teacher_forced import SIGNALS, Scores, TeacherForced
 
@@ -82,15 +82,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         )
 
 
-EXPERIMENT = Experiment(
-    question="Does entropy say to how many experts a token should go, better than mass or a constant?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "experts": Figure(header="experts a token"),
-        "loss": Figure(header="loss, nats", against="difference"),
-        "divergence": Figure(header="KL from as trained, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="experts.md",
-)
+FIGURES = {
+    "experts": Figure(header="experts a token"),
+    "loss": Figure(header="loss, nats", against="difference"),
+    "divergence": Figure(header="KL from as trained, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "experts.md"

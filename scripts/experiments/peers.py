@@ -1,4 +1,4 @@
-"""Tokens a second of et_jax, llama.cpp and Hugging Face transformers on one model and machine.
+"""How many tokens a second do et_jax, its older version, llama.cpp and transformers get on one machine?
 
 The model is random weights, by default in the shape of SmolLM-135M, rounded to bfloat16. Each engine has them in its
 own forms, every form in a process of its own, and all take turns: greedy, end tokens ignored, the same prompts (token
@@ -6,24 +6,27 @@ ids), the same number of new tokens. et_jax runs what `Model.stream` runs, text 
 all run one model is seen in float32, where their first greedy tokens must agree.
 """
 
+import itertools
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
-from scripts.measuring.shapes import SHAPES, shaped
+from scripts.measuring.results import REPOSITORY
+from scripts.measuring.shapes import SHAPES, Shaped
 from scripts.measuring.timing import Round
 from scripts.peers import Engine
 
 FORMS = {
     "et_jax": ("bfloat16", "int8"),
+    "et_jax before": ("bfloat16",),
     "llama.cpp": ("bfloat16", "Q8_0"),
     "transformers": ("bfloat16", "float32"),
 }
@@ -32,17 +35,22 @@ AGREEING = 16  # tokens of each of two prompts that are compared in float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class Settings(Shaped):
     """Flags of the experiment."""
 
+    checkout: str = setting("", "a checkout of an older version of et_jax; none to leave it out")
+    control: str = setting("off", "the preset that et_jax decodes under, in both versions")
     llama_python: str = setting("", "a Python with llama-cpp-python and gguf; none to leave llama.cpp out")
     transformers_python: str = setting("", "a Python with torch and transformers; none to leave them out")
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)
     prompt_tokens: int = setting(32, "tokens of each prompt", least=1, quick=2)
-    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
-    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
-    rounds: int = setting(5, "rounds in which the engines take turns", least=2, quick=2)
+
+    def __post_init__(self) -> None:
+        """Raise UsageError, one sentence, for a value that is out of range or names nothing."""
+        super().__post_init__()
+        if self.checkout and not Path(self.checkout, "et_jax/__init__.py").is_file():
+            raise UsageError(f"--checkout is {self.checkout}, which has no et_jax; name a checkout of it.")
 
 
 def drawn(batch: int, length: int, seed: int) -> list[list[int]]:
@@ -62,20 +70,21 @@ def check_agreement(engines: dict[str, Engine], model: str, prompt_tokens: int) 
         ids[name] = engine.generate(prompts, AGREEING)["ids"]
     ours = ids.pop("et_jax")
     for name, theirs in ids.items():
-        equal = [sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(*each))) for each in zip(ours, theirs)]  # noqa: B905
+        equal = [sum(1 for _ in itertools.takewhile(lambda p: p[0] == p[1], zip(*each))) for each in zip(ours, theirs)]  # noqa: B905
         print(f"{name}: {equal} of {AGREEING} tokens are et_jax's in float32", file=sys.stderr)
         if min(equal) == 0:
             raise UsageError(f"{name} gives another first token in float32: it does not run the same model.")
 
 
-def started(engine: Engine, given: tuple[str, str, int, int], prompt_tokens: int, tokens: int) -> Round:
-    """Return a round of an engine with a model in a form; each round has prompts of its own."""
-    engine.load(*given)
-    seeds = iter(range(10**6))
+def started(engine: Engine, given: tuple[str, str, int], settings: Settings) -> Round:
+    """Return a round of an engine with a model in a form and for a batch; each round has prompts of its own."""
+    tokens, seeds = settings.tokens, itertools.count()
+    how = {"control": settings.control} if engine.engine == "et_jax" else {}
+    engine.load(*given, settings.prompt_tokens + tokens, **how)
 
     def timed() -> dict[str, float]:
         time.sleep(PAUSE)
-        found = engine.generate(drawn(given[2], prompt_tokens, next(seeds)), tokens)
+        found = engine.generate(drawn(given[2], settings.prompt_tokens, next(seeds)), tokens)
         rate, steps = given[2] * tokens / found["seconds"], (tokens - 1) / (found["seconds"] - found["first"])
         return {"tokens_per_second": rate, "steps_per_second": steps, "first_seconds": found["first"]}
 
@@ -84,35 +93,31 @@ def started(engine: Engine, given: tuple[str, str, int, int], prompt_tokens: int
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each batch."""
-    pythons = {"llama.cpp": settings.llama_python, "transformers": settings.transformers_python}
-    pythons = {"et_jax": sys.executable} | {name: python for name, python in pythons.items() if python}
+    makers = {"et_jax": partial(Engine, "et_jax", sys.executable, PYTHONPATH=str(REPOSITORY))}
+    if settings.checkout:
+        before = str(Path(settings.checkout).resolve())
+        makers["et_jax before"] = partial(Engine, "et_jax", sys.executable, PYTHONPATH=before)
+    for name, python in (("llama.cpp", settings.llama_python), ("transformers", settings.transformers_python)):
+        if python:
+            makers[name] = partial(Engine, name, python)
     with tempfile.TemporaryDirectory() as folder:
-        shape = shaped(settings.shape, settings.layers, 2048)
-        model = str(random_folder(Path(folder), shape, "bfloat16"))
-        engines = {(name, form): Engine(name, python) for name, python in pythons.items() for form in FORMS[name]}
-        firsts = {name: engines[name, FORMS[name][0]] for name in pythons}
+        model = str(random_folder(Path(folder), settings.model_of(2048), "bfloat16"))
+        engines = {(name, form): make() for name, make in makers.items() for form in FORMS[name]}
+        firsts = {name: engines[name, FORMS[name][0]] for name in makers}
         print({name: engine.versions for name, engine in firsts.items()}, file=sys.stderr)
         check_agreement(firsts, model, settings.prompt_tokens)
         for batch in settings.batches:
-
-            def arm(name: str, form: str, batch: int = batch) -> Round:
-                given = model, form, batch, settings.prompt_tokens + settings.tokens
-                return started(engines[name, form], given, settings.prompt_tokens, settings.tokens)
-
-            arms = {f"{name}, {form}": lambda name=name, form=form, arm=arm: arm(name, form) for name, form in engines}
+            arms = {
+                f"{name}, {form}": partial(started, engine, (model, form, batch), settings)
+                for (name, form), engine in engines.items()
+            }
             yield Group(labels={"batch": batch}, arms=arms, baseline="et_jax, bfloat16", rounds=settings.rounds)
         for engine in engines.values():
             engine.end()
 
 
-EXPERIMENT = Experiment(
-    question="How many tokens a second do et_jax, llama.cpp and transformers get on one model and machine?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "steps_per_second": Figure(header="steps a second"),
-        "first_seconds": Figure(header="seconds to the first token"),
-    },
-    timed=True,
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "steps_per_second": Figure(header="steps a second"),
+    "first_seconds": Figure(header="seconds to the first token"),
+}

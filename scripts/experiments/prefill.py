@@ -1,9 +1,9 @@
-"""Budgets for prompts at equal shares of blocks read: a constant, by entropy, by mass, by place and by chance.
+"""Which budget of blocks for reading prompts loses least at equal shares of blocks read?
 
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
 segments. "entropy" is EntropyInfer's budget; "printed" as in the paper with the floor taken away; "shuffled" gives a
-head the budget of another one of its layer; "level of entropy" goes by a head's entropy, not by how it changes.
+head the budget of another one of its layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,14 @@ import jax.numpy as jnp
 from et_jax.control.budget import Budget
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedLevel, SizedMass
+from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedMass
 
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
     "constant": (SizedConstant, {}),
     "entropy": (SizedEntropy, {}),
     "entropy, printed": (SizedEntropy, {"printed": True}),
     "entropy, shuffled": (SizedEntropy, {"shuffled": True}),
-    "level of entropy": (SizedLevel, {}),
     "mass": (SizedMass, {}),
     "newest": (SizedConstant, {"by": "place"}),
     "chance": (SizedConstant, {"by": "chance"}),
@@ -75,15 +74,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         )
 
 
-EXPERIMENT = Experiment(
-    question="Which budget of blocks for reading prompts loses least at equal shares of blocks read?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-    },
-    document="entropyinfer.md",
-    plot=("share_read", "divergence"),
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+}
+DOCUMENT = "entropyinfer.md"

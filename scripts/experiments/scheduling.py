@@ -1,18 +1,18 @@
-"""Priority rules under overload, in steps, on recorded arrivals: whether entropy serves requests in a better order.
+"""Does entropy serve requests in a better order than rules that know none?
 
 Lengths and arrivals are those of a recorded trace (Mooncake, FAST'25), scaled down to the model: prompts and answers by
 constant factors, time so that requests bring `load` times the tokens that the steps can produce while they arrive. All
 requests that have come are in the cache and every step serves the few of highest priority, so that the rule alone
 decides; time is counted in steps, so that the figures do not depend on the machine. Under every rule each request has
-the same text. Controls know no entropy (`last come`, `by lot`, `round robin`, `least attained`), or give the entropy
-rules the entropies of another text, or their own in another order. `srpt` knows every answer's length.
+the same text. Controls know no entropy (`by lot`, `round robin`, `least attained`), or give the entropy rules the
+entropies of another text. `srpt` knows every answer's length.
 """
 
 import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from et_jax.control import clock, priority
-from et_jax.control.base import AnyLaw, ControlState, Law, PriorityRule, Signals, as_value, chain, started, updated
+from et_jax.control.base import ControlState, PriorityRule, Signals, chain
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.errors import UsageError
@@ -30,22 +30,18 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace, value
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly
-RATE = 0.01  # of aging: of the ceiling, per step waited
 ENTROPY = {"paper_linear": priority.LinearPriority(), "paper_ratio": priority.RatioPriority()}
 RULES: dict[str, PriorityRule] = {
     "fcfs": priority.FCFS(),
-    "last come": lambda signals, state: signals.arrival.astype(state.priority.dtype),
     "by lot": lambda signals, state: signals.arrival.astype(state.priority.dtype) * GOLDEN % 1.0,
     "round robin": priority.Aged(lambda signals, state: jnp.zeros_like(state.priority), 0.0, 1.0),
     "least attained": priority.LeastAttained(),
     "srpt": priority.SRPT(),
     **ENTROPY,
     **{f"{name}, of another": rule for name, rule in ENTROPY.items()},
-    **{f"{name}, reordered": rule for name, rule in ENTROPY.items()},
-    "paper_linear, aged": priority.Aged(ENTROPY["paper_linear"], 1.0, RATE),
 }
 
 
@@ -62,41 +58,20 @@ class Settings(Base):
     prompt: int = setting(256, "tokens of the longest prompt", least=2, quick=16)
     answer: int = setting(200, "tokens of the longest answer", least=1, quick=12)
     rules: tuple[str, ...] = setting(
-        tuple(RULES), "rules", choices=tuple(RULES), quick=("fcfs", "srpt", "paper_linear", "paper_linear, reordered")
+        tuple(RULES), "rules", choices=tuple(RULES), quick=("fcfs", "srpt", "paper_linear", "paper_linear, of another")
     )
 
 
 @value
-class Told(Law):
-    """The law shown `entropies`, in nats, one after another, in place of the raw entropy and its interval."""
+class Told(priority.EntropyDrift):
+    """The law shown `entropies`, in nats, one after another, in place of the raw entropy."""
 
-    law: AnyLaw
-    entropies: Float[Array, " t"]
-
-    @property
-    def sets(self) -> frozenset[str] | None:
-        """What the law sets."""
-        return as_value(self.law).sets
-
-    def init(self, state: ControlState) -> ControlState:
-        """Start the law."""
-        return started(self.law, state)
+    entropies: Float[Array, " t"] = field(kw_only=True)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Let the law decide by what it is shown; a longer text is shown the last entropy again."""
         shown = self.entropies[jnp.clip(signals.generated - 1, 0, len(self.entropies) - 1)]
-        return updated(self.law, replace(signals, entropy=shown, entropy_low=shown, entropy_high=shown), state)
-
-
-def misplaced(name: str, entropies: list[np.ndarray], rng: np.random.Generator) -> list[np.ndarray] | None:
-    """Return what each sequence is shown: the entropies of another one, or its own reordered; None for the truth."""
-    if name.endswith("reordered"):
-        return [rng.permutation(own) for own in entropies]
-    if name.endswith("of another"):
-        order = rng.permutation(len(entropies))  # one circle through all, so that none is shown its own
-        other = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))
-        return [entropies[other[index]] for index in range(len(entropies))]
-    return None
+        return super().__call__(replace(signals, entropy=shown), state)
 
 
 def recorded(path: Path, count: int) -> Float[np.ndarray, "3 n"]:
@@ -122,9 +97,9 @@ def replay(
 ) -> dict[str, Any]:
     """Serve the requests under a rule; return each one's steps until its first token and its last, and the speed."""
     longest = max(one.params.max_tokens for one in asked)
-    drift: list[Law] = [priority.EntropyDrift()] * len(asked)
+    drift = [priority.EntropyDrift()] * len(asked)
     if shown is not None:
-        drift = [Told(drift[0], jnp.asarray(np.resize(one, longest), jnp.float32)) for one in shown]
+        drift = [Told(entropies=jnp.asarray(np.resize(one, longest), jnp.float32)) for one in shown]
     controls = [Controller(law=chain(EmaEntropy(), clock.FallClock(), one), priority=rule) for one in drift]
     [replica] = model.replicas(controls[0]).replicas
     replica.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
@@ -174,23 +149,17 @@ def groups(settings: Settings) -> Iterator[Group]:
     spread = (times - times[0]) / max(times[-1] - times[0], 1.0)
 
     def arm(name: str, load: float) -> dict[str, Any]:
-        shown = misplaced(name, entropies, np.random.default_rng(settings.seed))
+        shown = entropies[-1:] + entropies[:-1] if name.endswith("of another") else None
         return replay(served, RULES[name], asked, shown, spread * lengths / (settings.batch * load))
 
-    for load_ in settings.loads:
-        yield Group(
-            labels={"load": load_}, arms={name: partial(arm, name, load_) for name in settings.rules}, baseline="fcfs"
-        )
+    for times_served in settings.loads:
+        arms = {name: partial(arm, name, times_served) for name in settings.rules}
+        yield Group(labels={"load": times_served}, arms=arms, baseline="fcfs")
 
 
-EXPERIMENT = Experiment(
-    question="Does entropy serve requests in a better order than rules that know none?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "latency": Figure(header="steps to the last token", against="saving"),
-        "first_token": Figure(header="steps to the first token", against="saving"),
-        "tokens_per_step": Figure(header="tokens a step"),
-    },
-    document="serving.md",
-)
+FIGURES = {
+    "latency": Figure(header="steps to the last token", against="saving"),
+    "first_token": Figure(header="steps to the first token", against="saving"),
+    "tokens_per_step": Figure(header="tokens a step"),
+}
+DOCUMENT = "serving.md"

@@ -1,4 +1,4 @@
-"""Selectors of blocks at equal shares of blocks read: what each loses, and the bytes that it moves.
+"""Which selector of blocks loses least at equal shares of blocks read, and what bytes does it move?
 
 Rows of held-out text at full context are read as prompts but for the last tokens, which pass one by one through the
 decoder's step. Each selector has one setting, its tolerance, which is searched until it reads the wanted share; Quest
@@ -10,7 +10,6 @@ those of blocks read and of what was read to choose.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,16 +19,10 @@ from et_jax.control import contribution, select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, coded_mass
-from et_jax.serve.engine import load
-from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded, true_mass
-
-
-def quest(view: BlockView) -> Bool[Array, " n"]:
-    """Return Quest's blocks, a share `tolerance` of all."""
-    count = view.tolerance * jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
-    return select.Quest(jnp.round(count).astype(jnp.int32))(view)
+from scripts.measuring import paired
+from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.selectors import guarded, quest, true_mass
+from scripts.measuring.teacher_forced import Forced, Scores
 
 
 def window(view: BlockView) -> Bool[Array, " n"]:
@@ -52,14 +45,9 @@ SELECTORS: dict[str, tuple[AnySelector, bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class Settings(Forced):
     """Flags of the experiment."""
 
-    model: str = experiment.model()
-    text: Path = experiment.text()
-    rows: int = setting(16, "rows of text", least=2, quick=2)
-    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
-    measured: int = setting(256, "the last tokens of a row, which are measured", least=1, quick=8)
     shares: tuple[float, ...] = setting((0.5, 0.25), "shares of blocks read", least=0.01, most=1.0, quick=(0.5,))
     within: float = setting(0.01, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.1)
     selectors: tuple[str, ...] = setting(
@@ -74,10 +62,7 @@ def figures(scores: Scores) -> dict[str, Any]:
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of blocks."""
-    served = load(settings.model, dtype="float32", max_num_seqs=2)
-    length = settings.length or served.max_model_len
-    rows = text.rows(served, settings.text, settings.rows, length)
-    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+    bench = settings.bench()
 
     def run(name: str, tolerance: float, few: bool = False) -> Scores:
         masses = {"block_mass": bench.true_masses} if name == "oracle" else {}
@@ -97,17 +82,11 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms={"dense": lambda: figures(bench.dense)} | arms, baseline="quest")
 
 
-EXPERIMENT = Experiment(
-    question="Which selector of blocks loses least at equal shares of blocks read, and what bytes does it move?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "share_bytes": Figure(header="bytes moved"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="measurements.md",
-    plot=("share_bytes", "divergence"),
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "share_bytes": Figure(header="bytes moved"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "measurements.md"

@@ -1,4 +1,4 @@
-"""Which signal should say how much attention mass a token or a head may leave unread, at equal blocks read.
+"""Which signal of entropy or error should say how much attention a token may leave unread?
 
 One tolerance for all is the baseline. Other arms multiply it, token by token, by a factor whose logarithm follows a
 signal: the entropy of the next token as the step before saw it, as this very step does (which no decoder knows yet), or
@@ -10,7 +10,6 @@ Every arm's tolerance is searched until it reads the wanted share of blocks.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from jaxtyping import Float
 from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.serve.engine import load
-from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
-from scripts.measuring.teacher_forced import Scores, TeacherForced, guarded
+from scripts.measuring import paired
+from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.selectors import guarded
+from scripts.measuring.teacher_forced import Forced, Scores
 
 CERTIFIED = select.Certified(select.coded_bounds)
 PER_HEAD = {
@@ -33,14 +32,9 @@ PER_HEAD = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Base):
+class Settings(Forced):
     """Flags of the experiment."""
 
-    model: str = experiment.model()
-    text: Path = experiment.text()
-    rows: int = setting(24, "rows of text", least=2, quick=2)
-    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=129)
-    measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=8)
     shares: tuple[float, ...] = setting((0.5, 0.25), "of blocks", least=0.01, most=1.0, quick=(0.6,))
     spread: float = setting(0.1, "standard deviation of the logarithms of factors", least=0.0, most=5.0)
     within: float = setting(0.005, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.2)
@@ -54,10 +48,7 @@ def factors(signal: Float[np.ndarray, "r m"], spread: float) -> Float[np.ndarray
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of blocks."""
-    served = load(settings.model, dtype="float32", max_num_seqs=2)
-    length = settings.length or served.max_model_len
-    rows = text.rows(served, settings.text, settings.rows, length)
-    bench = TeacherForced(served, rows, length - 1 - settings.measured)
+    bench = settings.bench()
     rng = np.random.default_rng(settings.seed)
     everything = bench.run(guarded(CERTIFIED, True), given={"tolerance": 0.0})
     now = everything.entropy
@@ -87,15 +78,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"share": share}, arms=arms, baseline="constant")
 
 
-EXPERIMENT = Experiment(
-    question="Which signal of entropy or error should say how much attention a token may leave unread?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share_read": Figure(header="blocks read"),
-        "divergence": Figure(header="KL from dense, nats", against="saving"),
-        "loss": Figure(header="loss, nats"),
-        "agrees": Figure(header="same likeliest token"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+DOCUMENT = "measurements.md"

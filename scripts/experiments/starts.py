@@ -1,4 +1,4 @@
-"""What passes from the shell to the first token: a start with no program kept, and one with all of them.
+"""What passes from the shell to the first token, with no program kept and with all of them?
 
 Every start is a process of its own, `python -m et_jax.generate`. A cold start has an empty folder of programs, a warm
 one that which a start before it left.
@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from et_jax.errors import UsageError
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.timing import Round
 
@@ -37,11 +36,11 @@ class Settings(Base):
     rounds: int = setting(3, "rounds", least=1, quick=1)
 
 
-def started(settings: Settings, case: str, kept: Path) -> dict[str, float]:
+def started(settings: Settings, case: str, kept: str) -> dict[str, float]:
     """Return the seconds until the first token. Raises UsageError where the command fails."""
     command = [sys.executable, "-m", "et_jax.generate", "--model", settings.model, "--max-num-seqs", str(settings.rows)]
     command += ["--prompt", "It was", "--max-tokens", "1", "--temperature", "0", *CASES[case]]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(kept)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": kept}
     environment = {name: one for name, one in environment.items() if not name.startswith("JAX_")}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as said:
@@ -56,33 +55,29 @@ def started(settings: Settings, case: str, kept: Path) -> dict[str, float]:
     return {"seconds": wall}
 
 
+def cold(settings: Settings, case: str) -> Round:
+    """Return starts with an empty folder each."""
+
+    def run() -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as empty:
+            return started(settings, case, empty)
+
+    return run
+
+
+def warm(settings: Settings, case: str, folder: str) -> Round:
+    """Return starts with a folder that a start has filled."""
+    started(settings, case, folder)
+    return partial(started, settings, case, folder)
+
+
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each case."""
     for case in settings.cases:
         with tempfile.TemporaryDirectory() as folder:
-            kept = Path(folder)
-
-            def cold(case: str = case, kept: Path = kept) -> Round:
-                def run() -> dict[str, float]:
-                    with tempfile.TemporaryDirectory(dir=kept) as empty:
-                        return started(settings, case, Path(empty))
-
-                return run
-
-            def warm(case: str = case, kept: Path = kept) -> Round:
-                started(settings, case, kept)
-                return partial(started, settings, case, kept)
-
-            yield Group(
-                labels={"case": case}, arms={"cold": cold, "warm": warm}, baseline="cold", rounds=settings.rounds
-            )
+            arms = {"cold": partial(cold, settings, case), "warm": partial(warm, settings, case, folder)}
+            yield Group(labels={"case": case}, arms=arms, baseline="cold", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="What passes from the shell to the first token, with no program kept and with all of them?",
-    settings=Settings,
-    groups=groups,
-    figures={"seconds": Figure(header="seconds", against="ratio")},
-    timed=True,
-    document="serving.md",
-)
+FIGURES = {"seconds": Figure(header="seconds", against="ratio")}
+DOCUMENT = "serving.md"

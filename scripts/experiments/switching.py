@@ -1,9 +1,9 @@
-"""Entropy Adaptive Decoding against a coin that gives the model the same share of the words.
+"""Does entropy choose better than a coin which words a small model may say?
 
 Two models with one tokenizer take turns (Simonds 2025), as printed and with the guards of `switch.Hysteresis`. "random"
 tosses a coin every ten tokens, with the share of words that the model has as printed. On texts at temperature 0.7,
 quality is the share of tokens which the model itself would have said there (its race has the same noise), and the mean
-log-probability it gives them. On tasks it is right answers. What it takes is bytes of weights and caches of decoding.
+log-probability it gives them. What it takes is bytes of weights and caches of decoding.
 """
 
 import math
@@ -23,11 +23,9 @@ from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, S
 from et_jax.decode.sampling import fold_key, plain, sample_token
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.tasks.asking import counter, evaluate, grid
-from et_jax.tasks.generators import TASKS
 from et_jax.types import Number, replace, value
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 TEMPERATURE = 0.7
 RUN = 10  # tokens between two coins, the paper's least run
@@ -43,8 +41,6 @@ class Settings(Base):
     prompts: int = setting(40, "prompts of the text", least=2, quick=2)
     tokens: int = setting(128, "tokens of a prompt, and of a continuation", least=2, quick=16)
     bits: tuple[float, ...] = setting((99.0, 6.0, 4.0, 2.0, 0.25), "bounds of entropy", least=0.0, quick=(99.0, 2.0))
-    samples: int = setting(4, "questions of each task at each of 5 depths, 0 for none", least=0, quick=0)
-    length: int = setting(512, "tokens of a question", least=32)
 
 
 @value
@@ -94,7 +90,7 @@ def agreement(model: Model, prompts: np.ndarray, tokens: np.ndarray) -> tuple[np
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each bound."""
-    sizes = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": max(2 * settings.tokens, settings.length + 128)}
+    sizes = {"dtype": "float32", "max_num_seqs": 8, "max_model_len": 2 * settings.tokens}
     alone = {name: load(one, **sizes) for name, one in (("the model", settings.model), ("the small", settings.small))}
     both = load(settings.model, small=settings.small, control="ead", **sizes)
     prompts = text.rows(alone["the model"], settings.text, settings.prompts, settings.tokens)
@@ -103,9 +99,6 @@ def groups(settings: Settings) -> Iterator[Group]:
         GenerationRequest(prompt=tuple(prompt), params=replace(params, seed=seed))
         for seed, prompt in enumerate(prompts.tolist())
     ]
-    asked = []
-    if settings.samples:
-        asked = grid(counter(both), list(TASKS), [settings.length], depths=5, samples=settings.samples)
 
     @cache
     def said(name: str, bits: float) -> dict[str, Any]:
@@ -119,10 +112,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         same, likely = agreement(alone["the model"], prompts, np.array([one.token_ids for one in done], np.int32))
         by = [[not row.by_small for row in one.trace if row.by_small is not None] for one in done]
         share = np.array([np.mean(one) if one else float(name == "the model") for one in by])
-        found = {"share": share, "same": same, "likely": likely, "bytes": np.array([one.cost for one in done])}
-        if asked:
-            found["right"] = float(np.mean([one.right for one in evaluate(model, asked, control=control)]))
-        return found
+        return {"share": share, "same": same, "likely": likely, "bytes": np.array([one.cost for one in done])}
 
     for bits in settings.bits:
         names = ("the model", "the small", "as printed", "guarded", "random")
@@ -130,16 +120,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"bound, bits": bits}, arms=arms, baseline="random")
 
 
-EXPERIMENT = Experiment(
-    question="Does entropy choose better than a coin which words a small model may say?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "share": Figure(header="the model's share of words"),
-        "same": Figure(header="tokens as the model's", against="difference"),
-        "likely": Figure(header="log-probability, nats", against="difference"),
-        "bytes": Figure(header="bytes", against="ratio"),
-        "right": Figure(header="right answers"),
-    },
-    document="switching.md",
-)
+FIGURES = {
+    "share": Figure(header="the model's share of words"),
+    "same": Figure(header="tokens as the model's", against="difference"),
+    "likely": Figure(header="log-probability, nats", against="difference"),
+    "bytes": Figure(header="bytes", against="ratio"),
+}
+DOCUMENT = "switching.md"

@@ -1,4 +1,4 @@
-"""Whether each temperature law holds its target entropy: free-running text, its tempered entropy against the target.
+"""Does each temperature law hold its target entropy?
 
 Every law continues the same prompts with the same seeds; end tokens are not heeded. The tempered entropy is that of the
 distribution a token was drawn from, before truncation. For Mirostat the target is a surprisal. `fixed` and `edt` know
@@ -20,7 +20,7 @@ from et_jax.decode.request import request
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 
 CLIP = {"low": 0.1, "high": 2.0}  # of every law and rule
 
@@ -68,13 +68,7 @@ def continued(model: Model, control: Controller, prompts: np.ndarray, num_tokens
         bursts.append(jax.tree.map(lambda x, ran=int(ran): np.asarray(x)[:ran, 0], outputs))
     output = jax.tree.map(lambda *leaves: np.concatenate(leaves).swapaxes(0, 1), *bursts)
     shown = {name: getattr(output.signals, name) for name in ("tempered_entropy", "surprisal")}
-    return shown | {"token": output.token, "temperature": output.temperature}
-
-
-def distinct_3_grams(tokens: np.ndarray) -> np.ndarray:
-    """Return of each row the share of its 3-grams that differ from all before them."""
-    grams = [list(zip(row, row[1:], row[2:], strict=False)) for row in tokens.tolist()]
-    return np.array([len(set(row)) / len(row) for row in grams])
+    return shown | {"temperature": output.temperature}
 
 
 def groups(settings: Settings) -> Iterator[Group]:
@@ -87,25 +81,19 @@ def groups(settings: Settings) -> Iterator[Group]:
         prompts = passages[:, : settings.prompt_tokens]
         shown = continued(served, control, prompts, settings.tokens, settings.seed)
         late = {name: np.asarray(one)[:, settings.burn_in :] for name, one in shown.items()}
-        means = {name: late[name].mean(axis=1) for name in ("tempered_entropy", "surprisal", "temperature")}
+        means = {name: one.mean(axis=1) for name, one in late.items()}
         off = np.abs(late["tempered_entropy"] - target).mean(axis=1)
-        return means | {"off": off, "distinct": distinct_3_grams(late["token"])}
+        return means | {"off": off}
 
     for target in settings.targets:
         arms = {name: partial(arm, control, target) for name, control in controllers(target).items()}
         yield Group(labels={"target, nats": target}, arms=arms, baseline="fixed")
 
 
-EXPERIMENT = Experiment(
-    question="Does each temperature law hold its target entropy?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tempered_entropy": Figure(header="tempered entropy, nats"),
-        "off": Figure(header="off the target, nats", against="difference"),
-        "surprisal": Figure(header="surprisal, nats"),
-        "temperature": Figure(header="temperature"),
-        "distinct": Figure(header="distinct 3-grams"),
-    },
-    document="measurements.md",
-)
+FIGURES = {
+    "tempered_entropy": Figure(header="tempered entropy, nats"),
+    "off": Figure(header="off the target, nats", against="difference"),
+    "surprisal": Figure(header="surprisal, nats"),
+    "temperature": Figure(header="temperature"),
+}
+DOCUMENT = "measurements.md"

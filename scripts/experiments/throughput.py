@@ -1,4 +1,4 @@
-"""Tokens a second of many requests at once, against one at a time.
+"""How many tokens a second do many requests get at once, against one at a time?
 
 Prompts are windows of a text, of which some begin alike; lengths, temperatures and truncations are mixed, and end
 tokens are ignored, so that every arm writes the same number of tokens. One at a time means a model loaded for one
@@ -18,7 +18,7 @@ from et_jax.io.texts import read_text
 from et_jax.serve.engine import load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Experiment, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.timing import Round, seconds
 
@@ -33,6 +33,7 @@ class Settings(Base):
     model: str = experiment.model(quick="bundled-small")
     text: Path = setting(REPOSITORY / "README.md", "of which prompts are cut", kind="text")
     sizes: tuple[int, ...] = setting((8, 16, 32, 64), "requests at once", least=2, quick=(2,))
+    pages: int = setting(512, "pages of the pool that is too small for its slots", least=2, quick=40)
     replicas: int = setting(2, "replicas of the largest size", least=2)
     requests: int = setting(200, "requests", least=1, quick=3)
     rounds: int = setting(5, "rounds in which the arms take turns", least=2, quick=2)
@@ -85,25 +86,16 @@ def groups(settings: Settings) -> Iterator[Group]:
     arms |= {f"{size} at once": partial(served, settings, size, {}) for size in settings.sizes}
     divided = {"replicas": settings.replicas}
     arms[f"{settings.replicas} replicas of {each}"] = partial(served, settings, each, divided)
-
-    def few_pages() -> Round:
-        entire = load(settings.model, max_num_seqs=largest, max_model_len=max(PROMPTS) + max(OUTPUTS) + 1)
-        return served(settings, largest, {"num_pages": max(entire.decoder_config.num_pages // 4, 40)})
-
-    arms[f"{largest} at once, a quarter of the pages"] = few_pages
+    arms[f"{largest} at once, {settings.pages} pages"] = partial(
+        served, settings, largest, {"num_pages": settings.pages}
+    )
     arms[f"{largest} at once, no cached prefixes"] = partial(served, settings, largest, {"prefix_cache": False})
     yield Group(arms=arms, baseline="one at a time", rounds=settings.rounds)
 
 
-EXPERIMENT = Experiment(
-    question="How many tokens a second do many requests get at once, against one at a time?",
-    settings=Settings,
-    groups=groups,
-    figures={
-        "tokens_per_second": Figure(header="tokens a second", against="ratio"),
-        "preemptions": Figure(header="preemptions"),
-        "share_cached": Figure(header="prompt tokens cached"),
-        "programs_compiled_late": Figure(header="programs compiled late"),
-    },
-    timed=True,
-)
+FIGURES = {
+    "tokens_per_second": Figure(header="tokens a second", against="ratio"),
+    "preemptions": Figure(header="preemptions"),
+    "share_cached": Figure(header="prompt tokens cached"),
+    "programs_compiled_late": Figure(header="programs compiled late"),
+}

@@ -1,5 +1,7 @@
 """What an experiment is: a question, settings, and groups of arms that are measured on the same rows.
 
+It is a file of `scripts/experiments`, whose docstring begins with the question:
+
     @dataclass(frozen=True, kw_only=True)
     class Settings(Base):
         model: str = model()
@@ -7,11 +9,12 @@
 
     def groups(settings: Settings) -> Iterator[Group]: ...
 
-    EXPERIMENT = Experiment(question="...", settings=Settings, groups=groups, figures={"loss": Figure("loss, nats")})
+    FIGURES = {"loss": Figure(header="loss, nats")}
+    DOCUMENT = "measurements.md"  # where there is one that shows the table
 
 Settings are flags of the command line: `rows` is `--rows`. Each is checked before `groups` is called, which loads the
-model. An arm is a function without arguments. Of quality it returns the figures of each row; of time (`timed`) it
-returns a function that runs one round and returns that round's figures, and the arms of a group take turns.
+model. An arm is a function without arguments. Of quality it returns the figures of each row. Of time, in a group with
+`rounds`, it returns a function that runs one round and returns that round's figures; the arms of a group take turns.
 """
 
 import argparse
@@ -19,7 +22,6 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +29,6 @@ from typing import Any, Literal
 
 from et_jax.errors import UsageError
 from et_jax.models.bundled import named_folder
-
-Rows = Mapping[str, Any]
-"""By figure the value of each row, or one number where rows have no value of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,29 +47,24 @@ class Figure:
 class Group:
     """Arms on the same rows, under `labels` that tell the group from others. `baseline` is one of the arms, or None.
 
-    Arms that are timed take turns for so many `rounds`, of which each is a row.
+    With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row.
     """
 
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arms: Mapping[str, Callable[[], Any]]
     baseline: str | None = None
-    rounds: int = 5
+    rounds: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A question, and how it is answered. `document` is the file of docs/ that shows the table.
-
-    With `plot`, two figures' names, the picture shows the second over the first, a line for each arm.
-    """
+    """A question, and how it is answered. `document` is the file of docs/ that shows the table."""
 
     question: str
     settings: type["Base"]
     groups: Callable[[Any], Iterator[Group]]
     figures: Mapping[str, Figure]
-    timed: bool = False
     document: str | None = None
-    plot: tuple[str, str] | None = None
 
 
 class Missed(ValueError):
@@ -154,9 +148,8 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Base]) -> None:
     kinds = typing.get_type_hints(settings)
     for field in dataclasses.fields(settings):
         kind, several = kinds[field.name], typing.get_origin(kinds[field.name]) is tuple
-        if isinstance(kind, types.UnionType):
-            kind = next(one for one in typing.get_args(kind) if one is not type(None))
-        known = "required" if field.default is ... else f"default {_shown(field.default)}"
+        default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        known = "required" if default is ... else f"default {default}"
         how: dict[str, Any] = {"help": f"{field.metadata['help']} ({known})", "default": argparse.SUPPRESS}
         if kind is bool:
             parser.add_argument(flag_of(field), action=argparse.BooleanOptionalAction, **how)
@@ -173,10 +166,6 @@ def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -
     return experiment.settings(**small | made)
 
 
-def _shown(default: Any) -> str:
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
 def names() -> list[str]:
     """Return the names of all experiments: files of `scripts/experiments`."""
     from scripts import experiments
@@ -188,4 +177,8 @@ def load_experiment(name: str) -> Experiment:
     """Return the experiment of a name. Raises UsageError where there is none."""
     if name not in names():
         raise UsageError(f"There is no experiment {name}; choose one of {', '.join(names())}.")
-    return importlib.import_module(f"scripts.experiments.{name}").EXPERIMENT
+    found = importlib.import_module(f"scripts.experiments.{name}")
+    question, document = str(found.__doc__).splitlines()[0], getattr(found, "DOCUMENT", None)
+    return Experiment(
+        question=question, settings=found.Settings, groups=found.groups, figures=found.FIGURES, document=document
+    )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, begun, greatest
-from et_jax.control.segment import Segment, block_entropy
+from et_jax.control.segment import Segment
 from et_jax.decode import cache as kv
 from et_jax.decode.budgeted import Budgeted
 from et_jax.decode.chunk import Chunk
@@ -75,15 +75,6 @@ class SizedEntropy(EntropyBudget):
         """Return the blocks to read, and the budgets."""
         tokens, after = self.given(segment, kept)
         return best(segment, jax.random.permutation(_key(segment), tokens) if self.shuffled else tokens), after
-
-
-@value
-class SizedLevel(SizedConstant):
-    """Tokens in proportion to a head's own entropy, not to how it changes."""
-
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
-        """Return the blocks to read."""
-        return best(segment, self.tokens * block_entropy(segment)), kept
 
 
 @value

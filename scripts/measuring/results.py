@@ -1,4 +1,4 @@
-"""The machine that figures come from, Markdown tables, and pictures without a screen."""
+"""The machine that figures come from, and Markdown tables."""
 
 import json
 import os
@@ -53,13 +53,3 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return str(value).replace("|", r"\|")
-
-
-def pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws without a screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

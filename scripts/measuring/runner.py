@@ -128,12 +128,13 @@ def run(
         if not missing:
             continue
         # ratios are taken round by round, so arms that are timed are timed together
-        measured = _timed(group.arms, group.rounds) if experiment.timed else _one_by_one(missing)
+        measured = _one_by_one(missing) if group.rounds is None else _timed(group.arms, group.rounds)
         for arm, found in measured:
             kept["arms"][arm] = found
-            summarise(experiment, kept)
+            summarise(experiment, kept, timed=group.rounds is not None)
             record.write()
-            report(" ".join([*map(str, group.labels.values()), arm, *_told(kept["arms"][arm])]))
+            said = [f"{one} {value['value']:.4g}" for one, value in found.get("figures", {}).items()]
+            report(" ".join([*map(str, group.labels.values()), arm, found.get("missed", ""), *said]))
     record.write()
     return record.run
 
@@ -169,16 +170,10 @@ def rows_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one.tolist() for name, one in made.items()}
 
 
-def summarise(experiment: Experiment, group: dict[str, Any]) -> None:
+def summarise(experiment: Experiment, group: dict[str, Any], timed: bool) -> None:
     """Put beside the rows of each arm of a group what they amount to, and what they are against the baseline."""
     baseline = group["arms"].get(group["baseline"], {}).get("rows")
     for name, arm in group["arms"].items():
         if "rows" in arm:
             against = None if name == group["baseline"] else baseline
-            arm["figures"] = summary(experiment, arm["rows"], against)
-
-
-def _told(arm: Mapping[str, Any]) -> list[str]:
-    if "missed" in arm:
-        return [arm["missed"]]
-    return [f"{name} {one['value']:.4g}" for name, one in arm["figures"].items()]
+            arm["figures"] = summary(experiment, arm["rows"], against, timed)

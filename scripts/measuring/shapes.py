@@ -3,6 +3,7 @@
 import dataclasses
 
 from et_jax.models.config import ModelConfig
+from scripts.measuring.experiment import Base, setting
 
 # Two layers that compile in a moment, with two query heads on each KV head.
 SMALL = ModelConfig(
@@ -57,8 +58,16 @@ SHAPES = {
 }
 
 
-def shaped(name: str, layers: int, positions: int) -> ModelConfig:
-    """Return a shape of `SHAPES` with so many layers, 0 for its own, and room for so many positions."""
-    model = SHAPES[name]
-    layers = layers or model.num_layers
-    return dataclasses.replace(model, num_layers=layers, windows=(None,) * layers, max_positions=positions)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shaped(Base):
+    """Flags of an experiment that times a model of random weights."""
+
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
+    rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
+
+    def model_of(self, positions: int) -> ModelConfig:
+        """Return the configuration of the model, with room for so many positions."""
+        model = SHAPES[self.shape]
+        layers = self.layers or model.num_layers
+        return dataclasses.replace(model, num_layers=layers, windows=(None,) * layers, max_positions=positions)

@@ -7,15 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.io.files import replace_file, replace_picture
+from et_jax.io.files import replace_file
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
-from scripts.measuring.results import REPOSITORY, pyplot, table
+from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
 
 
-def summary(experiment: Experiment, rows: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+def summary(
+    experiment: Experiment, rows: Mapping[str, Any], baseline: Mapping[str, Any] | None, timed: bool
+) -> dict[str, Any]:
     """Return of every figure its value with an interval, and how it compares with the baseline's on the same rows.
 
     Of quality that is the mean, with the interval that contains it with 95%, resampled row by row; of time the median,
@@ -26,10 +28,10 @@ def summary(experiment: Experiment, rows: Mapping[str, Any], baseline: Mapping[s
         if name not in rows:
             continue
         own = np.asarray(rows[name])
-        made = found[name] = {"value": float(np.median(own) if experiment.timed else own.mean())}
+        made = found[name] = {"value": float(np.median(own) if timed else own.mean())}
         if own.ndim == 0:
             continue
-        low, high = (own.min(), own.max()) if experiment.timed else paired.interval(own)
+        low, high = (own.min(), own.max()) if timed else paired.interval(own)
         made |= {"low": float(low), "high": float(high)}
         if baseline is not None and name in baseline:
             made |= _against(experiment.figures[name].against, own, np.asarray(baseline[name]))
@@ -45,7 +47,7 @@ def _against(kind: str | None, own: np.ndarray, other: np.ndarray) -> dict[str, 
         low, high = paired.interval(own - other)
         return {"difference": {"value": float((own - other).mean()), "low": low, "high": high}}
     if kind == "saving":
-        return {"saving": vars(paired.saving(own, other))}
+        return {"saving": paired.saving(own, other)}
     ratio = own / other
     return {"ratio": {"value": float(np.median(ratio)), "low": float(ratio.min()), "high": float(ratio.max())}}
 
@@ -120,20 +122,3 @@ def insert(document: Path, name: str, text: str) -> None:
     if not found.search(before):
         raise ValueError(f"{document} has no part between <!-- {name}: begin --> and <!-- {name}: end -->")
     replace_file(document, found.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", before))
-
-
-def plot(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
-    """Draw a run: the second of the experiment's `plot` figures over the first, a line for each arm."""
-    assert experiment.plot is not None
-    points: dict[str, list[list[float]]] = {}
-    for group in run["groups"]:
-        for arm, found in group["arms"].items():
-            if all(name in found.get("figures", ()) for name in experiment.plot):
-                points.setdefault(arm, []).append([found["figures"][name]["value"] for name in experiment.plot])
-    figure, axis = pyplot().subplots(figsize=(8, 5), layout="constrained")
-    for arm, each in points.items():
-        axis.plot(*zip(*sorted(each), strict=True), marker="o", label=arm)
-    axis.set(**{f"{way}label": experiment.figures[one].header for way, one in zip("xy", experiment.plot, strict=True)})
-    axis.legend(fontsize=8)
-    replace_picture(path, figure, dpi=100)
-    pyplot().close(figure)

@@ -9,18 +9,16 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from et_jax.control import select
 from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
-from et_jax.control.selector import AnySelector
-from et_jax.control.view import BlockView, needing
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder, decoder, in_float32
 from et_jax.decode.plant import costs
@@ -29,8 +27,11 @@ from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
 from et_jax.scope import own_settings
 from et_jax.serve import chunks
-from et_jax.serve.engine import Model
+from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
+from scripts.measuring import experiment, text
+from scripts.measuring.experiment import Base, setting
+from scripts.measuring.selectors import guarded, true_mass
 
 DENSE = Controller()
 SIGNALS = "signals."  # before the name of a signal that is set
@@ -41,8 +42,7 @@ class Scores:
     """What a controller gave at every measured token, "r m".
 
     `divergence` is KL from the dense model, `loss` that of the true next token, both in nats. `agrees` says whether the
-    likeliest token is the dense model's, `same_draw` whether the token drawn at temperature 1 with the same noise is.
-    `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
+    likeliest token is the dense model's. `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
     was read to choose, and is over the bytes of all their keys and values. `experts` a token, over its mixtures, is 0
     of other models. `kept` are fields of the control state after each token, as they were asked for.
     """
@@ -50,7 +50,6 @@ class Scores:
     divergence: Float[Array, "*m"]
     loss: Float[Array, "*m"]
     agrees: Float[Array, "*m"]
-    same_draw: Float[Array, "*m"]
     entropy: Float[Array, "*m"]
     attention_entropy: Float[Array, "*m"]
     kept_mass: Float[Array, "*m"]
@@ -62,6 +61,24 @@ class Scores:
     def by_row(self, *names: str) -> dict[str, Float[np.ndarray, " r"]]:
         """Return the means of figures over the tokens of each row."""
         return {name: np.asarray(getattr(self, name), np.float64).mean(axis=1) for name in names}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forced(Base):
+    """Flags of an experiment that runs a model on the last tokens of rows of text."""
+
+    model: str = experiment.model()
+    text: Path = experiment.text()  # noqa: RUF009
+    rows: int = setting(16, "rows of text", least=2, quick=2)
+    length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=161)
+    measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=12)
+
+    def bench(self) -> "TeacherForced":
+        """Load the model, and return it with the rows."""
+        served = load(self.model, dtype="float32", max_num_seqs=2)
+        length = self.length or served.max_model_len
+        rows = text.rows(served, self.text, self.rows, length)
+        return TeacherForced(served, rows, length - 1 - self.measured)
 
 
 class TeacherForced:
@@ -88,14 +105,12 @@ class TeacherForced:
         given: Mapping[str, Any] | None = None,
         keep: tuple[str, ...] = (),
         few: bool = False,
-        from_dense: bool = False,
     ) -> Scores:
         """Return the scores of a controller on all rows, or on the first `batch` of them.
 
         `given` are fields of the control state that are set before every token, "r m ..." or one number, whatever the
         laws say; after "signals." those of signals. `keep` names fields of the control state that the scores bring
-        back. With `from_dense` each token meets the cache that the model leaves at tolerance 0, at which the selector
-        must read everything: what a draft's first token would be.
+        back.
         """
         config = self.config(controller, compression)
         given = {
@@ -106,7 +121,7 @@ class TeacherForced:
         for part in range(1 if few else -(-len(self.rows) // self.batch)):
             index = np.arange(part * self.batch, (part + 1) * self.batch) % len(self.rows)
             own = {name: one[index] for name, one in given.items()}
-            scores = self._part(config, part, index, own, keep, from_dense)
+            scores = self._part(config, part, index, own, keep)
             count = min(self.batch, len(self.rows) - part * self.batch)
             found.append(jax.tree.map(lambda x, count=count: x[:count], scores))
         return jax.tree.map(lambda *each: np.concatenate(each), *found)
@@ -137,15 +152,13 @@ class TeacherForced:
             keep=frozenset({"logits"}),
         )
 
-    def _part(
-        self, config: DecoderConfig, part: int, index: np.ndarray, given: dict, keep: tuple[str, ...], from_dense: bool
-    ) -> Scores:
+    def _part(self, config: DecoderConfig, part: int, index: np.ndarray, given: dict, keep: tuple[str, ...]) -> Scores:
         """The scores of the rows of one part."""
-        key = jax.tree.structure(config.controller), config.compression, keep, from_dense, tuple(given)
+        key = jax.tree.structure(config.controller), config.compression, keep, tuple(given)
         if key not in self._programs:
             self._programs[key] = (
                 decoder(config),
-                jax.jit(in_float32(partial(self._scan, config, keep, from_dense)), donate_argnums=1),
+                jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1),
             )
         bound, scan = self._programs[key]
         reading = part, config.keeps, config.compression, config.by_mass_of
@@ -203,7 +216,6 @@ class TeacherForced:
         self,
         config: DecoderConfig,
         keep: tuple[str, ...],
-        from_dense: bool,
         weights: Any,
         state: DecodeState,
         following: Array,
@@ -214,31 +226,21 @@ class TeacherForced:
         plants = jax.eval_shape(partial(empty, config)).plants
         price = costs(config.plants, weights, plants, config.by_mass_of)[0]
 
-        def same(one: Array, other: Array) -> Array:
-            return (jnp.argmax(one, axis=-1) == jnp.argmax(other, axis=-1)).astype(jnp.float32)
-
         def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Any]:
             token, true, set_before = at
             of_signals = {name for name in set_before if name.startswith(SIGNALS)}
             told = {name.removeprefix(SIGNALS): set_before.pop(name) for name in of_signals}
             state = replace(state, control=replace(state.control, **set_before), signals=replace(state.signals, **told))
             after, output = step(config, weights, state)
-            if from_dense:  # which reads everything, and leaves its keys and values to the next token
-                dense_too = replace(state, control=replace(state.control, tolerance=jnp.zeros(self.batch)))
-                state, _ = step(config, weights, dense_too)
-            else:
-                state = after
             assert after.logits is not None
             got, seen = jax.nn.log_softmax(after.logits), after.signals
             true_or_own = got if true is None else true
-            noise = jax.vmap(partial(jax.random.gumbel, shape=got.shape[1:]))(jax.vmap(jax.random.key)(state.length))
             blocks = -(-after.length // config.page_size) * config.model.num_layers * config.model.num_kv_heads
             work = output.work[0].experts
             scores = Scores(
                 divergence=jnp.sum(jnp.exp(true_or_own) * (true_or_own - got), axis=-1),
                 loss=-jnp.take_along_axis(got, token[:, None], axis=-1)[:, 0],
-                agrees=same(true_or_own, got),
-                same_draw=same(true_or_own + noise, got + noise),
+                agrees=(jnp.argmax(true_or_own, axis=-1) == jnp.argmax(got, axis=-1)).astype(jnp.float32),
                 entropy=seen.entropy,
                 attention_entropy=seen.attention_entropy,
                 kept_mass=seen.kept_mass,
@@ -248,22 +250,7 @@ class TeacherForced:
                 experts=jnp.zeros(self.batch) if work is None else work.chosen[0].astype(jnp.float32),
                 kept={name: getattr(after.control, name) for name in keep},
             )
-            state = replace(state, token=token)
+            state = replace(after, token=token)
             return state, (scores, got) if true is None else scores
 
         return jax.lax.scan(advance, state, (following, dense, given))
-
-
-@needing("masses")
-def true_mass(view: BlockView) -> Bool[Array, " n"]:
-    """Return the fewest blocks that leave at most the tolerance of the last masses: of the true ones, if those are set.
-
-    Of `TeacherForced.true_masses` as the control state's `block_mass`, they are the dense model's at this very token.
-    """
-    assert view.last_mass is not None
-    return select.fewest(view, jnp.where(view.num_tokens > 0, view.last_mass, 0.0))
-
-
-def guarded(selector: AnySelector, residual: bool = False) -> Controller:
-    """Return a controller that reads what a selector opens, the first block and the newest."""
-    return Controller(selector=select.Guarded(selector, sinks=1, window=1, min_blocks=0), residual=residual)

@@ -1,7 +1,6 @@
 """Text to measure on, as rows of token ids: works held out from the bundled model's training, or a file of stories."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,18 @@ def texts(path: Path) -> list[str]:
 
 
 def rows(model: Model, path: Path, count: int, length: int) -> Int[np.ndarray, "r t"]:
-    """Return `count` rows of `length` tokens, evenly spaced over the texts of a file."""
-    return cut(model, str(path), texts(path), count, length)
-
-
-def cut(model: Model, name: str, texts: Sequence[str], count: int, length: int) -> Int[np.ndarray, "r t"]:
-    """Return `count` rows of `length` tokens, evenly spaced over the texts end to end, which errors call `name`.
+    """Return `count` rows of `length` tokens, evenly spaced over the texts of a file end to end.
 
     Every text, and every row, begins with what the model's tokenizer puts before a text.
     """
-    parts = [model.tokenizer.encode(text) for text in texts]
+    parts = [model.tokenizer.encode(text) for text in texts(path)]
     stream = np.concatenate([np.array(part, np.int32) for part in parts])
     if len(stream) < count * length:
-        raise UsageError(f"{name} has {len(stream)} tokens and {count} rows of {length} were asked for; ask for fewer.")
+        raise UsageError(f"{path} has {len(stream)} tokens and {count} rows of {length} were asked for; ask for fewer.")
     starts = np.linspace(0, len(stream) - length, count).astype(int)
     found = stream[starts[:, None] + np.arange(length)]
     found[:, 0] = parts[0][0]
     return found
-
-
-def in_a_circle(tokens: tuple[int, ...], longest: int = 8, times: int = 4) -> bool:
-    """Return whether a text ends in so many times the same run of at most `longest` tokens."""
-    return any(
-        len(tokens) >= period * times and tokens[-period * times :] == tokens[-period:] * times
-        for period in range(1, longest + 1)
-    )
 
 
 def causal_attend(layer: int, q: Array, k: Array, v: Array, memory: Any, softmax: Softmax) -> tuple[Array, Any]:

@@ -37,15 +37,12 @@ def test_a_sound_site_has_no_faults(tmp_path):
     [
         ('<a href="three.html">', "three.html is not there"),
         ('<a href="../outside.html">', "../outside.html is not there"),
-        ('<a href="assets/">', "assets/ is not there"),
         ('<a href="two.html#start">', "two.html#start has no such anchor"),
         ('<a href="#bottom">', "#bottom has no such anchor"),
-        ('<img src="figures/gone.png">', "figures/gone.png is not there"),
         ('<iframe src="gone.html"></iframe>', "gone.html is not there"),
         ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js from a network"),
         ('<script src="//cdn.example/x.js"></script>', "loads //cdn.example/x.js from a network"),
         ('<link href="https://fonts.example/css?family=R">', "loads https://fonts.example/css?family=R from a network"),
-        ('<img src="http://example.org/badge.svg">', "loads http://example.org/badge.svg from a network"),
         ('<script>load("https://cdn.example/y.js")</script>', "loads https://cdn.example/y.js from a network"),
         (
             '<script data-settings="{&quot;url&quot;: &quot;https://cdn.example/z.js&quot;}"></script>',
@@ -58,21 +55,8 @@ def test_a_fault_is_found_and_told(tmp_path, more, said):
     assert script("check_site").faults(site(tmp_path, more)) == [f"index.html: {said}"]
 
 
-def test_a_style_sheet_loads_nothing_from_a_network(tmp_path):
-    folder = site(tmp_path, style="body { background: url('https://example.org/paper.png') }")
-    assert script("check_site").faults(folder) == [
-        "assets/main.css: loads https://example.org/paper.png from a network"
-    ]
-
-
-@pytest.mark.parametrize(("more", "code"), [("", 0), ('<a href="gone.html">', 1)])
-def test_faults_are_the_exit_code(tmp_path, monkeypatch, capsys, more, code):
-    monkeypatch.setattr("sys.argv", ["check_site.py", str(site(tmp_path, more))])
-    assert script("check_site").main() == code
-    assert ("gone.html is not there" if code else "3 pages") in capsys.readouterr().out
-
-
-def test_a_site_that_is_not_built_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["check_site.py", str(tmp_path)])
-    assert script("check_site").main() == 1
-    assert "build the site first" in capsys.readouterr().err
+def test_faults_are_the_exit_code(tmp_path, monkeypatch, capsys):
+    for more, code, said in (("", 0, "3 pages"), ('<a href="gone.html">', 1, "gone.html is not there")):
+        monkeypatch.setattr("sys.argv", ["check_site.py", str(site(tmp_path, more))])
+        assert script("check_site").main() == code
+        assert said in capsys.readouterr().out

@@ -17,8 +17,8 @@ from scripts.peers import gguf_file
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
-def test_versions_names_a_folder_that_has_no_package(tmp_path, capsys):
-    assert measure.main(["versions", "--checkout", str(tmp_path)]) == 2
+def test_a_checkout_without_the_package_is_refused(tmp_path, capsys):
+    assert measure.main(["peers", "--checkout", str(tmp_path)]) == 2
     assert "which has no et_jax; name a checkout of it." in capsys.readouterr().err
 
 

@@ -57,16 +57,6 @@ def test_requests_are_served_in_the_order_of_the_rule(model, name):
     assert found["tokens_per_step"] == sum(LENGTHS) / now
 
 
-def test_no_sequence_is_shown_its_own_entropies_in_their_order():
-    own = [np.arange(4.0) + 10 * i for i in range(5)]
-    others = scheduling.misplaced("paper_linear, of another", own, np.random.default_rng(0)) or []
-    assert sorted(one[0] for one in others) == [0, 10, 20, 30, 40]
-    assert all(one[0] != other[0] for one, other in zip(own, others, strict=True))
-    reordered = scheduling.misplaced("paper_linear, reordered", own, np.random.default_rng(0)) or []
-    assert all(sorted(one) == sorted(other) for one, other in zip(own, reordered, strict=True))
-    assert scheduling.misplaced("paper_linear", own, np.random.default_rng(0)) is None
-
-
 def test_a_trace_is_read_and_refused_where_it_ends(tmp_path):
     path = tmp_path / "trace.jsonl.gz"
     with gzip.open(path, "wt") as file:

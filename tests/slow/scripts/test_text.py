@@ -21,18 +21,3 @@ def test_what_is_no_text_is_named(tmp_path):
     for name in ("empty", "blank", "folder", "packed.gz", "absent", "x" * 300):
         with pytest.raises(UsageError, match=rf"^The text .*/{name} .*; name a text file\.$"):
             held_out.texts(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "circle"),
-    [
-        ((9, 9, 9, 9), True),
-        ((7, 1, 2, 1, 2, 1, 2, 1, 2), True),
-        ((7, 1, 2, 1, 2, 1, 2), False),  # three times
-        ((1, 2, 1, 2, 1, 2, 1, 2, 3), False),  # not at its end
-        ((1, 2, 3) * 4, False),  # a longer run
-        ((), False),
-    ],
-)
-def test_a_text_runs_in_a_circle_that_ends_in_the_same_run_four_times(tokens, circle):
-    assert held_out.in_a_circle(tokens, longest=2) == circle

@@ -83,11 +83,6 @@ def test_an_arm_with_other_rows_than_the_baseline_is_an_error(plain, text, monke
         run(plain, None, text)
 
 
-def test_figures_of_an_arm_have_the_same_rows():
-    with pytest.raises(ValueError, match="one value a row"):
-        runner.rows_of({"loss": [1.0, 2.0], "time": [1.0]})
-
-
 def test_an_arm_in_the_file_is_not_measured_again(plain, text, tmp_path, calls):
     path = tmp_path / "found/plain.json"
     first = run(plain, path, text)
@@ -111,40 +106,32 @@ def test_the_file_has_every_arm_that_was_measured_before_an_error(plain, text, t
     assert list(found["groups"][0]["arms"]) == ["dense", "less"]
 
 
-def _other_commit(monkeypatch, text):
-    monkeypatch.setattr(runner, "commit", lambda: "another")
-
-
-def _other_text(monkeypatch, text):
-    text.write_text("It was a bright day.")
-
-
-def _other_weights(monkeypatch, text):
-    monkeypatch.setattr(runner, "fingerprint", lambda folder: "another")
-
-
-def _other_device(monkeypatch, text):
-    here = runner.machine()
-    monkeypatch.setattr(runner, "machine", lambda: here | {"device": "another"})
-
-
-def _other_load(monkeypatch, text):
-    here = runner.machine()
-    monkeypatch.setattr(runner, "machine", lambda: here | {"load_average": 99.0})
-
-
 @pytest.mark.parametrize(
-    ("change", "measured"),
-    [(_other_commit, 2), (_other_text, 2), (_other_weights, 2), (_other_device, 2), (_other_load, 1)],
+    ("changed", "measured"),
+    [
+        ({"commit": "another"}, 2),
+        ({"fingerprint": "another"}, 2),
+        ({"machine": {"device": "another"}}, 2),
+        ({"machine": {"load_average": 99.0}}, 1),
+    ],
 )
 def test_a_run_of_another_provenance_is_measured_anew_and_replaces_the_old_one(
-    plain, text, tmp_path, calls, monkeypatch, change, measured
+    plain, text, tmp_path, calls, monkeypatch, changed, measured
 ):
     path = tmp_path / "plain.json"
     run(plain, path, text)
-    change(monkeypatch, text)
+    for name, one in changed.items():
+        found = runner.machine() | one if name == "machine" else one
+        monkeypatch.setattr(runner, name, lambda *_, found=found: found)
     run(plain, path, text)
     assert calls["dense"] == measured and len(runner.runs_of(path)) == 1
+
+
+def test_a_run_on_a_changed_text_is_measured_anew(plain, text, tmp_path, calls):
+    run(plain, tmp_path / "plain.json", text)
+    text.write_text("It was a bright day.")
+    run(plain, tmp_path / "plain.json", text)
+    assert calls["dense"] == 2
 
 
 def test_runs_of_other_settings_stay_side_by_side(plain, text, tmp_path, calls):
@@ -189,7 +176,6 @@ def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
         question="?",
         settings=Settings,
         groups=groups,
-        timed=True,
         figures={"seconds": Figure(header="s", against="ratio")},
     )
     arms = runner.run("timed", timed, Settings(text=text), None, lambda line: None)["groups"][0]["arms"]
@@ -224,21 +210,17 @@ def test_quick_sizes_stand_where_no_flag_does(plain, text):
     assert experiment.settings_of(plain, {"text": text, "rows": 9}, quick=True).rows == 9
 
 
+def test_the_command_line_refuses_in_one_sentence(capsys):
+    assert measure.main(["nothing"]) == 2
+    assert capsys.readouterr().err.startswith("measure: There is no experiment nothing; choose one of answers, ")
+
+
 def test_a_file_of_other_results_is_refused_and_stays(plain, text, tmp_path):
     path = tmp_path / "old.json"
     path.write_text('{"cases": []}')
     with pytest.raises(UsageError, match="holds no runs"):
         run(plain, path, text)
     assert path.read_text() == '{"cases": []}'
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(["nothing"], "There is no experiment nothing"), (["selection"], "--text")]
-)
-def test_the_command_line_refuses_in_one_sentence(capsys, words, said):
-    assert measure.main(words) == 2
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
 
 
 def test_every_experiment_is_listed_with_its_question(capsys):

@@ -1,0 +1,30 @@
+"""Selectors that several experiments share."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from et_jax.control import select
+from et_jax.control.controller import Controller
+from et_jax.control.selector import AnySelector
+from et_jax.control.view import BlockView, needing
+
+
+def quest(view: BlockView) -> Bool[Array, " n"]:
+    """Return Quest's blocks, a share `tolerance` of all."""
+    count = view.tolerance * jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
+    return select.Quest(jnp.round(count).astype(jnp.int32))(view)
+
+
+@needing("masses")
+def true_mass(view: BlockView) -> Bool[Array, " n"]:
+    """Return the fewest blocks that leave at most the tolerance of the last masses: of the true ones, if those are set.
+
+    Of `TeacherForced.true_masses` as the control state's `block_mass`, they are the dense model's at this very token.
+    """
+    assert view.last_mass is not None
+    return select.fewest(view, jnp.where(view.num_tokens > 0, view.last_mass, 0.0))
+
+
+def guarded(selector: AnySelector, residual: bool = False) -> Controller:
+    """Return a controller that reads what a selector opens, the first block and the newest."""
+    return Controller(selector=select.Guarded(selector, sinks=1, window=1, min_blocks=0), residual=residual)
