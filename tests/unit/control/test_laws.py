@@ -147,7 +147,7 @@ def observed():
     return {name: np.float64(np.float32(x)) for name, x in drawn.items()}
 
 
-@pytest.mark.parametrize("law", LAWS, ids=repr)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: type(law).__name__)
 def test_a_law_is_its_formula_for_every_sequence_of_a_batch(signals, state, run, observed, law):
     field, first, expected = LAWS[law]
     start = state(law, shape=(SEQUENCES,), temperature=3.0 if first == 3.0 else 1.0, entropy=7.0)
