@@ -15,7 +15,6 @@ from et_jax.control.base import Chain, Function, Law, chain, updated
 from et_jax.control.controller import Controller
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers, law_steers
 from et_jax.types import replace, value
-from scripts.experiments.scheduling import Told
 
 WARM = temperature.Thermostat(2.0)
 LAWS = [
@@ -39,7 +38,6 @@ LAWS = [
     guards.Floored(tolerance.EntropyTolerance(), 0.1),
     guards.Saturation(WARM, "temperature", 0.1, 2.0),
     guards.Stability(WARM, 0.05),
-    Told(WARM, jnp.ones(3)),
     chain(WARM, smoothing.EmaEntropy(), tolerance.EntropyTolerance()),
 ]
 
