@@ -95,7 +95,11 @@ def plain(operation, arguments, shape, **more):
 
 
 @pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")],
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(operation, name, dtypes):
     shape = dataclasses.replace(operation.shapes[name], dtype=dtypes[0])
     arguments = of_two_dtypes(operation.example(shape), *dtypes)

@@ -52,7 +52,11 @@ def test_codes_are_summed_after_the_cap(name, backend):
 
 
 @pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize(("operation", "name"), [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")],
+    ids=lambda each: getattr(each, "name", each),
+)
 def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(operation, name, dtypes):
     shape = dataclasses.replace(operation.shapes[name], dtype=dtypes[0])
     arguments = of_two_dtypes(operation.example(shape), *dtypes)
