@@ -1,6 +1,6 @@
 """Measure a model on held-out text: its calibrated temperature, and how sensitive it is to each of its heads.
 
-    python scripts/calibrate.py --model MODEL --text FILE [--output FOLDER]
+    python -m scripts.calibrate --model MODEL --text FILE [--output FOLDER]
 
 Rows of held-out text at the model's full context pass through it. The temperature minimises the negative log-likelihood
 of their second halves (ETI section 5; Guo et al. 2017); the decoder then measures its raw entropy at it. Where it saves

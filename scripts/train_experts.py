@@ -1,8 +1,8 @@
 """Train a small mixture of experts, or the dense model it is compared with, on novels; or export one of them.
 
-    python scripts/train_experts.py experts --corpus novels.tar.xz --steps 250
-    python scripts/train_experts.py dense --corpus novels.tar.xz --steps 250
-    python scripts/train_experts.py experts --corpus novels.tar.xz --export models/experts
+    python -m scripts.train_experts experts --corpus novels.tar.xz --steps 250
+    python -m scripts.train_experts dense --corpus novels.tar.xz --steps 250
+    python -m scripts.train_experts experts --corpus novels.tar.xz --export models/experts
 
 Both read the same tokens in the same order, as the bundled tokenizer makes them, and begin with random layers and the
 same embedding, the principal directions of the bundled model's. While one trains, `kill PID` saves a

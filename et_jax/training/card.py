@@ -238,13 +238,13 @@ def _training(settings: Settings, run: Run, num_tokens: int) -> dict[str, str]:
         "matrix_rate": str(settings.matrix_rate),
         "other_rate": str(settings.other_rate),
         "history": f"\n{run.history}\n" if run.history else "",
-        "commands": "\n".join(f"    python scripts/{line}" for line in _commands(settings, run.step)),
+        "commands": "\n".join(f"    python -m scripts.{line}" for line in _commands(settings, run.step)),
     }
 
 
 def _commands(settings: Settings, step: int) -> list[str]:
-    train = "train_bundled.py --corpus novels.tar.xz"
-    ngram = "ngram_baseline.py --corpus novels.tar.xz --folder runs/"
+    train = "train_bundled --corpus novels.tar.xz"
+    ngram = "ngram_baseline --corpus novels.tar.xz --folder runs/"
     if settings.distilled:
         student = f"{train} --recipe small --teacher bundled"
         return [f"{student} --steps {step} --seed {settings.seed}", f"{student} --export"]
