@@ -127,7 +127,7 @@ def lines_of(depth: int, function: str, **changes) -> int:
         ("step", {}),
         ("step", {"controller": CERTIFIED, "draft": Drafting(most=3)}),
         ("prefill", {"controller": ENTROPYINFER}),
-        ("compress", {"compression": KEPT}),
+        ("compress", {"compression": named("latent", 16, window=6, gap=3)}),
     ],
 )
 def test_a_program_is_as_long_whatever_its_layers(function, changes):
