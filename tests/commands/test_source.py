@@ -34,7 +34,7 @@ def zipped(data: bytes) -> bytes:
 
 
 OTHERS = [
-    (gzip.compress(LINES.encode()), "is compressed with gzip; unpack it first"),
+    (gzip.compress(LINES.encode(), mtime=0), "is compressed with gzip; unpack it first"),
     (bz2.compress(LINES.encode()), "is compressed with bzip2"),
     (lzma.compress(LINES.encode()), "is compressed with xz"),
     (b"\x28\xb5\x2f\xfd" + LINES.encode(), "is compressed with zstd"),
