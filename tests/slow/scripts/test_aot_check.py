@@ -76,6 +76,25 @@ def test_a_program_of_other_talk_than_is_recorded_fails(monkeypatch):
         assert not passed and f"1 all-gather, 2 all-reduce, not {recorded or 'nothing'}" in told
 
 
+def test_a_program_that_passed_is_compiled_again_once_it_changes_and_one_that_failed_always(monkeypatch, tmp_path):
+    monkeypatch.setenv("ET_JAX_TEST_CACHE", str(tmp_path))
+    aot_check, compiled = script("aot_check"), []
+    sizes = SimpleNamespace(**{f"{one}_size_in_bytes": 0 for one in ("temp", "argument", "output", "alias")})
+
+    def compiles(text: str, recorded: str) -> tuple[int, bool]:
+        """How often the compiler ran for a program of this lowered text, and whether it passed."""
+        compiled.clear()
+        program = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
+        lowered = SimpleNamespace(compile=lambda: compiled.append(text) or program, as_text=lambda: text)
+        asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
+        passed = aot_check.check(Program(name="", chip="", build=lambda: Lowering(lower=lambda: lowered, **asked)))[1]
+        return len(compiled), passed
+
+    right = "1 all-gather, 2 all-reduce"
+    assert [compiles("a", right), compiles("a", right), compiles("b", right)] == [(1, True), (0, True), (1, True)]
+    assert [compiles("a", ""), compiles("a", "")] == [(1, False), (1, False)]
+
+
 def test_a_copy_of_a_whole_array_is_found_and_named():
     """Merged axes hide none. What a fusion only passes through is not written, and `ALLOWED` is let through."""
     assert script("aot_check").whole_copies(TEXT, POOL) == [
