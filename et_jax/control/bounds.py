@@ -38,18 +38,6 @@ def box(query: Float[Array, "g d"], key_min: Float[Array, "n d"], key_max: Float
     return Interval(low=scores(up, key_min) + scores(down, key_max), high=scores(up, key_max) + scores(down, key_min))
 
 
-def ball(query: Float[Array, "g d"], key_mean: Float[Array, "n d"], key_radius: Float[Array, " n"]) -> Interval:
-    """Return the range of query . key over keys within `key_radius` of `key_mean`: the mean's score -+ |q| r."""
-    length = jnp.linalg.norm(query.astype(jnp.float32), axis=-1, keepdims=True)
-    middle = scores(query, key_mean)
-    return Interval(low=middle - length * key_radius, high=middle + length * key_radius)
-
-
-def both(a: Interval, b: Interval) -> Interval:
-    """Return the part common to two sound intervals, itself sound."""
-    return Interval(low=jnp.maximum(a.low, b.low), high=jnp.minimum(a.high, b.high))
-
-
 def capped_scores(score: Interval, mean: Float[Array, "*b g n"], soft_cap: float) -> tuple[Interval, Interval]:
     """Return the range of scores after a soft cap, and that of their mean, from the range and mean before it.
 

@@ -29,27 +29,17 @@ def codes_of(b):
     )
 
 
-def radius_of(b):
-    middle = np.asarray(b.view.key_mean, np.float64)[:, None]
-    apart = np.linalg.norm(b.key - middle, axis=-1)
-    return jnp.asarray(np.max(np.nan_to_num(apart), axis=-1), jnp.float32)
-
-
 @jax.jit
-def ladder(view, radius, codes, scale, offset):
-    """The bounds by box, chord, and ball and chord, each within those before it; and those by 8-bit codes."""
-    score = bounds.both(
-        bounds.box(view.query, view.key_min, view.key_max), bounds.ball(view.query, view.key_mean, radius)
-    )
-    ball = bounds.chord_mass(score, bounds.scores(view.query, view.key_mean), view.num_tokens)
+def ladder(view, codes, scale, offset):
+    """The bounds by box and by chord, which lie within those; and those by 8-bit codes."""
     coded = bounds.coded_mass(view.query, codes, scale, offset, view.num_tokens)
-    return [select.box_bounds(view), select.chord_bounds(view), ball], coded
+    return [select.box_bounds(view), select.chord_bounds(view)], coded
 
 
 @many
 @given(drawn())
 def test_bounds_contain_the_mass_and_each_rung_of_the_ladder_tightens_them(b: Blocks):
-    held, rungs = b.held, ladder(b.view, radius_of(b), *codes_of(b))
+    held, rungs = b.held, ladder(b.view, *codes_of(b))
     for interval in (*rungs[0], rungs[1]):
         low, high = np.asarray(interval.low, np.float64), np.asarray(interval.high, np.float64)
         assert np.all(low[:, held] <= b.log_mass[:, held] + SLACK)
