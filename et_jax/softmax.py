@@ -44,7 +44,7 @@ class Softmax:
 
     def with_sinks(self, log_sum: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
         """Return the log of the sum that weights are divided by, from that over the tokens alone."""
-        return log_sum if self.sink_logits is None else jnp.logaddexp(log_sum, self.sink_logits.astype(jnp.float32))
+        return with_sink(log_sum, self.sink_logits)
 
     @property
     def without_sinks(self) -> "Softmax":
@@ -55,6 +55,11 @@ class Softmax:
 def capped(scores: Float[Array, "*any"], soft_cap: float | None) -> Float[Array, "*any"]:
     """Return `soft_cap tanh(scores / soft_cap)`, which rises with the scores and by no more than they do."""
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def with_sink(log_sum: Float[Array, "*any"], sink: Float[Array, "*any"] | None) -> Float[Array, "*any"]:
+    """Return the log of a sum with one more logit in it, where there is one."""
+    return log_sum if sink is None else jnp.logaddexp(log_sum, sink.astype(jnp.float32))
 
 
 def finite(maximum: Float[Array, "*any"]) -> Float[Array, "*any"]:

@@ -150,8 +150,9 @@ def unpack_blocks(block_mask: UInt32[Array, "*b n32"]) -> Bool[Array, "*b n"]:
 
 def pack_blocks(mask: Bool[Array, "*b n"]) -> UInt32[Array, "*b n32"]:
     """Return `mask` packed 32 blocks to a word, block 0 in the lowest bit; the last word is zero-padded."""
-    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -mask.shape[-1] % 32)])
-    words = padded.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
+    if past_end := -mask.shape[-1] % 32:
+        mask = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, past_end)])
+    words = mask.reshape(*mask.shape[:-1], -1, 32).astype(jnp.uint32)
     return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 

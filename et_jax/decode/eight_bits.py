@@ -41,6 +41,11 @@ def quantized(x: Float[Array, "*b d"], dtype: DTypeLike) -> tuple[Shaped[Array, 
     return (jnp.round(numbers) if jnp.issubdtype(dtype, jnp.integer) else numbers).astype(dtype), scale
 
 
+def scaled(x: Shaped[Array, "*p s d"], scale: Float[Array, "*p s"] | None) -> Shaped[Array, "*p s d"]:
+    """Return keys or values as they are read: those of a cache in 8 bits in float32."""
+    return x if scale is None else x.astype(jnp.float32) * scale[..., None]
+
+
 def dequantized(
     pages: Float[Array, "k *p s e"] | Int8[Array, "k *p s e"], kv_scales: Float[Array, "k *p 2 s"] | None, head_dim: int
 ) -> Float[Array, "k *p s e"]:

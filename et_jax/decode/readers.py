@@ -4,6 +4,7 @@ This is where the cache, the selectors and the kernels meet.
 """
 
 from collections.abc import Hashable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -12,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.control.base import unpack_blocks
 from et_jax.control.selector import Selection, Selector
-from et_jax.control.view import attention_entropy
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.draft import Pruned
@@ -25,17 +24,23 @@ from et_jax.decode.reading import read_all, read_chosen
 from et_jax.decode.reads import LayerReads, Looked, ReadStats, no_reads, reads_of
 from et_jax.decode.selection import (
     Blocks,
+    Chosen,
+    Kept,
+    LayerKind,
+    Stored,
     blocks_of,
+    chosen_of,
     held_blocks,
-    in_units_read,
-    least_share_read,
-    select,
-    shares_after,
-    view_of,
+    read_of,
+    selection_of,
+    stored_of,
+    widened,
     with_residual,
 )
 from et_jax.models.stacks import Layer, by_layer, folded
+from et_jax.pallas.backend import platform
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
 from et_jax.sums import total
 from et_jax.types import Table, pytree, replace, static
@@ -120,8 +125,7 @@ class Selected:
         sensitivity = None
         if self.sensitivity is not None:
             of_layers = (self.sensitivity.array * self.sensitivity.array.size).astype(np.float32)
-            sensitivity = jnp.asarray(layer.of(of_layers, axis=0))
-            sensitivity = jnp.broadcast_to(sensitivity, (len(self.fresh), *sensitivity.shape))
+            sensitivity = jnp.asarray(layer.of(of_layers, axis=0))[None]
         return SelectedOfLayer(
             tolerance=self.tolerance,
             fresh=self.fresh,
@@ -209,7 +213,7 @@ class SelectedOfLayer:
     selector: Selector
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
-    sensitivity: Float[Array, "r k g"] | None
+    sensitivity: Float[Array, "1 k g"] | None
     noting: Noting | None
     refresh_every: int = static()
     residual: bool = static()
@@ -230,42 +234,42 @@ class SelectedOfLayer:
     ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
         """Return attention to the blocks chosen, and what they are."""
         lengths, queries = chunk.lengths, q[:, 0]
-        blocks = blocks_of(chunk.table, lengths, plant.page_size, softmax.window)
         grouped = _grouped(queries, plant, softmax)
-        long = self._long(lengths)
-        scored = self.fresh & long
+        blocks = blocks_of(widened(chunk.table), lengths, plant.page_size, softmax.window)
+        scored = self.fresh & self._long(lengths)
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
-        out, log_read, block_lse = read_chosen(
-            plant, softmax, queries, cached, chunk.table, chosen.opened, lengths, chunk.at
+        num_blocks = chunk.table.shape[1]
+        listed, opened = chosen.listed[..., :num_blocks], chosen.opened[..., :num_blocks]
+        out, block_lse = read_chosen(
+            plant, softmax, queries, cached, chunk.table, listed, chosen.count, opened, lengths, chunk.at
         )
-        log_whole, log_read = (x.reshape(grouped.shape[:3]) for x in (softmax.with_sinks(log_read), log_read))
-        if chosen.shares:
-            chosen = in_units_read(chosen, blocks, log_read)
+        by_list = block_lse.reshape(*grouped.shape[:3], -1)
+        sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
+        read = read_of(chosen, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
         mass = self.mass
-        if mass is not None:
-            known = shares_after(chosen, blocks, block_lse.reshape(*grouped.shape[:3], -1)).reshape(mass.shape)
+        if read.mass is not None:
+            known = read.mass[..., :num_blocks].reshape(self.mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
-        if self.residual:
-            read = out.astype(jnp.float32).reshape(grouped.shape)
-            whole = with_residual(read, chosen, blocks, log_whole, cached.summaries.mean)
-            out = whole.astype(out.dtype).reshape(out.shape)
-        entropy = attention_entropy(chosen.estimate, (blocks.num_tokens > 0)[:, None, None])
+        if read.residual is not None:
+            attended = out.astype(jnp.float32).reshape(grouped.shape)
+            mixed = with_residual(attended, read.residual, blocks, cached.summaries.mean)
+            out = mixed.astype(out.dtype).reshape(out.shape)
+        long = self._long(lengths)
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
-        kept = jnp.where(long, self.kept_mass, 1.0)
         looked = Looked(
-            kept_mass=jnp.where(scored, least_share_read(chosen, blocks, log_read), kept),
+            kept_mass=jnp.where(scored, jnp.min(read.kept, axis=(1, 2)), jnp.where(long, self.kept_mass, 1.0)),
             summaries_read=jnp.where(scored, summaries, 0),
-            entropies=jnp.where(scored, total(entropy.reshape(entropy.shape[0], -1)), 0.0),
+            entropies=jnp.where(scored, total(chosen.entropy.reshape(len(lengths), -1)), 0.0),
             num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
-            least_entropy=jnp.where(scored, jnp.min(entropy, axis=(1, 2)), jnp.inf),
+            least_entropy=jnp.where(scored, jnp.min(chosen.entropy, axis=(1, 2)), jnp.inf),
         )
         lse = None
         if self.noting is not None:
-            opened = self.noting.of(chosen.opened)
-            place = jnp.where(opened, jnp.cumsum(opened, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
+            noted = self.noting.of(opened)
+            place = jnp.where(noted, jnp.cumsum(noted, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
             place = jnp.repeat(place, plant.model.group_size, axis=1)
             lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
-        return out[:, None], reads_of(chosen.opened, mass, looked, lse)
+        return out[:, None], reads_of(opened, mass, looked, lse)
 
     def _long(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
         """Whether rows are long enough for blocks to be chosen."""
@@ -282,37 +286,65 @@ class SelectedOfLayer:
         surprisal: Float[Array, "p s"] | None,
         blocks: Blocks,
         scored: Bool[Array, " r"],
-    ) -> Selection:
-        """The layer's selection for the rows that are `scored`, made only if there is one.
+    ) -> Chosen:
+        """The layer's blocks, chosen anew for the rows that are `scored`.
 
         A row shorter than its `min_context` reads all; one that is not `fresh` reads the blocks it read last, and the
-        one being written.
+        one being written. Where no row is scored, a CPU and a TPU score nothing. A GPU would wait for the host to learn
+        that: it scores rows of no tokens.
         """
+        layer = _kind(plant, softmax)
+        always = self.chooses and self.refresh_every == 1 and self.min_context is None
+        by_kernel = platform() == "gpu"
+        kept = None
+        if not always:
+            last = None if self.refresh_every == 1 else PerHead(array=self.last)
+            kept = Kept(
+                long=PerRow(array=self._long(blocks.length).astype(jnp.int32)),
+                fresh=PerRow(array=self.fresh.astype(jnp.int32)),
+                last=last,
+            )
 
-        def choose(given: tuple) -> Selection:
+        def known(given: tuple) -> Stored:
             query, blocks, mass = given
-            view = view_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, softmax.soft_cap)
-            if mass is not None:
-                view = replace(view, last_mass=mass.reshape(*query.shape[:3], -1))
-            return select(self.selector, replace(view, sensitivity=self.sensitivity), blocks)
+            length = blocks.length
+            if by_kernel and not always:
+                blocks = replace(blocks, length=jnp.where(scored, length, 0))
+            stored = stored_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, layer)
+            return replace(
+                stored,
+                length=PerRow(array=length),
+                last_mass=None if mass is None else PerQuery(array=mass.reshape(*query.shape[:3], -1)),
+                sensitivity=None if self.sensitivity is None else PerQuery(array=self.sensitivity),
+            )
 
-        given = query, blocks, self.mass
-        if self.chooses and self.refresh_every == 1 and self.min_context is None:
-            return choose(given)
-        shapes = jax.eval_shape(choose, given)
+        given, with_place = (query, blocks, self.mass), self.mass is not None
+        length, selector = PerRow(array=blocks.length), jax.tree.map(lambda number: PerRow(array=number), self.selector)
+        most_held = None if by_kernel else blocks.most_held
+
+        def select(given: tuple) -> Selection:
+            return per_head(partial(selection_of, layer, most_held), selector, known(given))
+
+        shapes = jax.eval_shape(select, given)
         if self.refresh_every > 1 and shapes.upper is not None:
             raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
+        if always or (by_kernel and self.chooses):
+
+            def both(selector: Selector, stored: Stored, kept: Kept | None) -> Chosen:
+                chosen = selection_of(layer, most_held, selector, stored)
+                return chosen_of(layer, with_place, chosen, stored.length, kept)
+
+            return per_head(both, selector, known(given), kept)
         chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         if self.chooses:
-            chosen = run_if(jnp.any(scored), lambda _, given: choose(given), chosen, given)
-        opened = chosen.opened
-        if self.refresh_every > 1:
-            last = unpack_blocks(self.last)[..., : blocks.readable.shape[1]]
-            again = (last & blocks.readable[:, None]) | blocks.certain[:, None]
-            opened = jnp.where(self.fresh[:, None, None], opened, again)
-        long = self._long(blocks.length)
-        opened = jnp.where(long[:, None, None], opened, blocks.readable[:, None])
-        return replace(chosen, opened=opened)
+            chosen = run_if(jnp.any(scored), lambda _, given: select(given), chosen, given)
+
+        def settled(opened: Array, estimate: Array, upper: Array | None, length: Array, kept: Kept | None) -> Chosen:
+            own = Selection(opened=opened, estimate=estimate, upper=upper, shares=chosen.shares)
+            return chosen_of(layer, with_place, own, length, kept)
+
+        upper = None if chosen.upper is None else PerQuery(array=chosen.upper)
+        return per_head(settled, PerHead(array=chosen.opened), PerQuery(array=chosen.estimate), upper, length, kept)
 
 
 def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
@@ -321,6 +353,10 @@ def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> F
     place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]
     place = jnp.repeat(jnp.where(place < 0, n, place), h // heads, axis=1)
     return jnp.take_along_axis(block_lse, place, axis=-1, mode="fill", fill_value=-jnp.inf)
+
+
+def _kind(plant: Plant, softmax: Softmax) -> LayerKind:
+    return LayerKind(page_size=plant.page_size, window=softmax.window, soft_cap=softmax.soft_cap)
 
 
 def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:

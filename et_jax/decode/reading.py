@@ -8,7 +8,6 @@ from et_jax.decode.plant import Plant
 from et_jax.decode.selection import first_block, held_blocks
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.softmax import Softmax
-from et_jax.sums import log_sum_exp
 
 
 def read_all(
@@ -51,24 +50,23 @@ def read_chosen(
     queries: Float[Array, "r h d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
+    listed: Int[Array, "r k n"],
+    counts: Int[Array, "r k"],
     opened: Bool[Array, "r k n"],
     lengths: Int[Array, " r"],
     at: Int[Array, "s t"] | None,
-) -> tuple[Float[Array, "r h d"], Float[Array, "r h"], Float[Array, "r h m"]]:
-    """Return attention to each row's `opened` blocks, and the log-sum-exp of their scores: of all, and of each listed.
+) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+    """Return attention to each row's `opened` blocks, and the log-sum-exp of the scores of each one listed.
 
-    `at` as in `read_all`; blocks are listed in ascending order.
+    The first `counts` of those `listed` are the blocks opened, in ascending order. `at` as in `read_all`.
     """
     readers = None
-    if at is None:
-        listed, counts = list_blocks(opened)
-    else:
+    if at is not None:
         listed, counts = list_blocks(jnp.any(opened[at], axis=1))
         bits = jnp.left_shift(1, jnp.arange(at.shape[1], dtype=jnp.int32))
         by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
         readers = jnp.take_along_axis(by_block, listed, axis=2)
-    out, block_lse = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at, readers)
-    return out, log_sum_exp(block_lse), block_lse
+    return _read(plant, softmax, queries, cached, table, listed, counts, lengths, at, readers)
 
 
 def read_listed(

@@ -4,44 +4,76 @@ Selectors see one sequence's blocks (`control.view.BlockView`); the cache holds 
 one is made of the other.
 """
 
-from functools import partial
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control import bounds
+from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.bounds import Interval
 from et_jax.control.selector import Selection, Selector, selection
-from et_jax.control.view import BlockView
-from et_jax.decode.cache import LayerCache, PageSummary, empty, summarise
-from et_jax.decode.eight_bits import dequantized
+from et_jax.control.view import BlockView, attention_entropy
+from et_jax.decode.cache import LayerCache, empty, summary_of
+from et_jax.decode.eight_bits import scaled
 from et_jax.models.config import ModelShape
 from et_jax.pallas.backend import platform
 from et_jax.pallas.block_scores import block_scores, code_scores
-from et_jax.softmax import capped
+from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
+from et_jax.softmax import capped, with_sink
 from et_jax.sums import log_sum_exp, softmax, total
-from et_jax.types import pytree, replace
+from et_jax.types import pytree, replace, static
 
 _PIECE = 32  # blocks whose mean values are gathered at once on a CPU
 
 
 @pytree
-class Blocks:
-    """The blocks of every row: which positions they hold, and which of them a query may and must see.
+class Extent:
+    """The blocks of sequences: which positions they hold, and which of them a query may and must see.
 
-    `table` gives their pages, `length` the tokens of a row. `num_tokens` counts a block's tokens, 0
-    where a sliding window of the layer hides any of them. `readable` blocks hold a token the query sees;
-    `certain` ones are read whatever a selector says: the newest, and the one a window cuts.
+    `num_tokens` counts a block's tokens, 0 where a sliding window of the layer hides any of them. `readable` blocks
+    hold a token the query sees; `certain` ones are read whatever a selector says: the newest, and the one a window
+    cuts.
     """
+
+    start: Int[Array, " n"]
+    num_tokens: Int[Array, "*b n"]
+    readable: Bool[Array, "*b n"]
+    certain: Bool[Array, "*b n"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What a layer's blocks depend on: the tokens of a page, and the window and soft cap of its softmax."""
+
+    page_size: int
+    window: int | None
+    soft_cap: float | None = None
+
+    def extent(self, length: Int[Array, "*b"], num_blocks: int) -> Extent:
+        """Return the blocks of sequences whose query stands at position `length - 1`."""
+        start = jnp.arange(num_blocks, dtype=jnp.int32) * self.page_size
+        block, length = jnp.arange(num_blocks), length[..., None]
+        held = held_blocks(length, self.page_size)
+        readable = (block >= first_block(length, self.page_size, self.window)) & (block < held)
+        hidden = jnp.zeros_like(readable) if self.window is None else start < length - self.window
+        return Extent(
+            start=start,
+            num_tokens=jnp.where(hidden, 0, jnp.clip(length - start, 0, self.page_size)),
+            readable=readable,
+            certain=readable & ((block == held - 1) | hidden),
+        )
+
+
+@pytree
+class Blocks(Extent):
+    """The blocks of rows: `table` gives their pages, `length` the tokens of a row."""
 
     table: Int[Array, "b n"]
     length: Int[Array, " b"]
-    start: Int[Array, " n"]
-    num_tokens: Int[Array, "b n"]
-    readable: Bool[Array, "b n"]
-    certain: Bool[Array, "b n"]
 
     @property
     def most_held(self) -> Int[Array, ""]:
@@ -49,108 +81,187 @@ class Blocks:
         return jnp.max(jnp.where(self.readable, jnp.arange(1, self.readable.shape[1] + 1), 0), initial=0)
 
 
-def held_blocks(length: Int[Array, " b"], page_size: int) -> Int[Array, " b"]:
+def widened(table: Int[Array, "b n"]) -> Int[Array, "b m"]:
+    """Return page tables with the null page up to a power of two on a GPU, whose kernels have no other sizes."""
+    if platform() != "gpu":
+        return table
+    num_blocks = table.shape[1]
+    return jnp.pad(table, ((0, 0), (0, max(32, 1 << (num_blocks - 1).bit_length()) - num_blocks)))
+
+
+def held_blocks(length: Int[Array, "*b"], page_size: int) -> Int[Array, "*b"]:
     """Return the blocks that sequences of these lengths hold."""
     return (length + page_size - 1) // page_size
 
 
-def first_block(length: Int[Array, " b"], page_size: int, window: int | None) -> Int[Array, " b"]:
+def first_block(length: Int[Array, "*b"], page_size: int, window: int | None) -> Int[Array, "*b"]:
     """Return the first block a query at the last position may see."""
     return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0) // page_size
 
 
 def blocks_of(table: Int[Array, "b n"], length: Int[Array, " b"], page_size: int, window: int | None) -> Blocks:
     """Return the blocks of rows whose query stands at position `length - 1`."""
-    start = jnp.arange(table.shape[1], dtype=jnp.int32) * page_size
-    block = jnp.arange(table.shape[1])
-    first = first_block(length, page_size, window)[:, None]
-    held = held_blocks(length, page_size)[:, None]
-    readable = (block >= first) & (block < held)
-    hidden = jnp.zeros_like(readable) if window is None else start < length[:, None] - window
-    return Blocks(
-        table=table,
-        length=length,
-        start=start,
-        num_tokens=jnp.where(hidden, 0, jnp.clip(length[:, None] - start, 0, page_size)),
-        readable=readable,
-        certain=readable & ((block == held - 1) | hidden),
-    )
+    layer = LayerKind(page_size=page_size, window=window)
+    return Blocks(table=table, length=length, **vars(layer.extent(length, table.shape[1])))
 
 
-def select(selector: Selector, view: BlockView, blocks: Blocks) -> Selection:
-    """Ask the selector for every row and KV head; `opened` is "b k n", what is thought of the masses "b k g n".
+@pytree
+class Stored:
+    """What is known of the blocks of every row and KV head of a layer: inputs of `per_head`, or those of one of them.
 
-    The selector's numbers have a row each; `view` is that of `view_of`.
+    `low`, `high` and `middle` are the scores of every block by its summary, before a soft cap; `coded` is the log of
+    its mass by 8-bit keys, `error` how far from the truth that may be. `key` and `value` are those of the page that a
+    row ends in, with their scales in a cache of 8 bits. The others are as in `BlockView`.
     """
-    most_held = blocks.most_held
 
-    def asked(selector: Selector, view: BlockView) -> Selection:
-        return selection(selector, replace(view, most_held=most_held))
+    query: Any
+    low: Any
+    high: Any
+    middle: Any
+    coded: Any
+    error: Any
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+    key_min: Any
+    key_max: Any
+    key_mean: Any
+    value_mean: Any
+    value_radius: Any
+    mean_surprisal: Any
+    last_mass: Any
+    sensitivity: Any
+    length: Any
+    tolerance: Any
 
-    chosen = jax.vmap(jax.vmap(asked, in_axes=(None, 0)))(selector, view)
-    opened = (chosen.opened & blocks.readable[:, None]) | blocks.certain[:, None]
-    return replace(chosen, opened=opened)
 
-
-def view_of(
+def stored_of(
     query: Float[Array, "b k g d"],
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
     blocks: Blocks,
     tolerance: Float[Array, " b"],
     backend: str,
-    soft_cap: float | None = None,
-) -> BlockView:
-    """Return what selectors see of every row and KV head in one layer, "b k" in front of every field.
+    layer: LayerKind,
+) -> Stored:
+    """Return what selectors go by in one layer, its blocks scored by the kernels that `backend` names.
 
-    `query` is float32 and scaled, `surprisal` that of every cached token. `backend` names the kernels that score the
-    blocks, `soft_cap` is that of the layer's softmax. Raises ValueError for a cache without summaries.
+    `query` is float32 and scaled, `surprisal` that of every cached token. Raises ValueError for a cache without
+    summaries.
     """
-    (b, k, _, d), stored = query.shape, cached.summaries
-    score, middle, coded = _scores(query, cached, blocks, backend, soft_cap)
-    held = jax.tree.map(lambda x: x[:, blocks.table].swapaxes(0, 1).astype(jnp.float32), stored)
-    value_mean = _mean_values(stored.mean, blocks, d)
-    tail = _tail(query, cached, blocks, soft_cap)
-    at_tail = (jnp.arange(blocks.table.shape[1]) == tail.block[:, None])[:, None]  # "b 1 n"
+    k, d, summaries, table = *query.shape[1::2], cached.summaries, blocks.table
+    low, high, middle, coded, error = _scores(query, cached, blocks, backend, layer.soft_cap)
+    last = jnp.maximum(blocks.length - 1, 0) // cached.pages.shape[2]
+    tail = jnp.take_along_axis(table, last[:, None], axis=1)[:, 0]
 
-    def exact(own: Float[Array, "b k *x"], kept: Float[Array, "b k *y"], axis: int) -> Float[Array, "b k *y"]:
-        there = jnp.expand_dims(at_tail, tuple(range(2, axis)) + tuple(range(axis + 1, kept.ndim)))
+    def of_pages(pool: Array, first: int) -> Pages:
+        return Pages(pool=pool, page=table, columns=(first, first + d))
+
+    scales = (None, None)
+    if cached.kv_scales is not None:
+        rows = cached.kv_scales[jnp.arange(k)[:, None, None], tail[:, None], jnp.arange(2)].swapaxes(0, 1)
+        scales = tuple(PerHead(array=rows[:, :, i]) for i in (0, 1))
+    value_mean: Any = of_pages(summaries.mean, d)
+    if platform() == "cpu":
+        value_mean = PerHead(array=_mean_values(summaries.mean, blocks, d))
+    return Stored(
+        query=PerQuery(array=query),
+        low=PerQuery(array=low),
+        high=PerQuery(array=high),
+        middle=PerQuery(array=middle),
+        coded=None if coded is None else PerQuery(array=coded),
+        error=None if error is None else PerQuery(array=error),
+        key=Pages(pool=cached.pages, page=tail, columns=(0, d)),
+        value=Pages(pool=cached.pages, page=tail, columns=(d, 2 * d)),
+        key_scale=scales[0],
+        value_scale=scales[1],
+        key_min=of_pages(summaries.key_box, 0),
+        key_max=of_pages(summaries.key_box, d),
+        key_mean=of_pages(summaries.mean, 0),
+        value_mean=value_mean,
+        value_radius=Pages(pool=summaries.value_radius, page=table),
+        mean_surprisal=None if surprisal is None else PerRow(array=_mean_surprisal(surprisal, blocks)),
+        last_mass=None,
+        sensitivity=None,
+        length=PerRow(array=blocks.length),
+        tolerance=PerRow(array=tolerance),
+    )
+
+
+def view_of(layer: LayerKind, stored: Stored) -> BlockView:
+    """Return what a selector sees of one row and KV head.
+
+    The block that the row ends in is known from its own keys and values up to that end: a page's summary is of all
+    that was written to it, by rows that share it too, and after this row's end.
+    """
+    length, n, page_size, soft_cap = stored.length, stored.middle.shape[-1], layer.page_size, layer.soft_cap
+    blocks = layer.extent(length, n)
+    at_tail = jnp.arange(n) == jnp.maximum(length - 1, 0) // page_size
+    num_tokens = length - jnp.maximum(length - 1, 0) // page_size * page_size
+    seen = jnp.arange(page_size) < num_tokens
+    key, value = scaled(stored.key, stored.key_scale), scaled(stored.value, stored.value_scale)
+    summary = summary_of(key, value, seen)
+    tail_score = jnp.einsum("gd,sd->gs", stored.query, key.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    box = bounds.box(stored.query, summary.key_min[None], summary.key_max[None])
+
+    def exact(own: Float[Array, "*x"], kept: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+        there = at_tail.reshape(-1, *[1] * (-1 - axis))
         return jnp.where(there, jnp.expand_dims(own, axis), kept)
 
-    box, mean, radius = (
-        exact(getattr(tail.summary, name), getattr(held, name), 2) for name in ("key_box", "mean", "value_radius")
-    )
-    value_mean = exact(tail.summary.mean[..., d : 2 * d], value_mean, 2)
-
-    def for_heads(x: Shaped[Array, "b *rest"]) -> Shaped[Array, "b k *rest"]:
-        return jnp.broadcast_to(x[:, None], (b, k, *x.shape[1:]))
-
-    mean_surprisal = None
-    if surprisal is not None:
-        mean_surprisal = for_heads(jnp.where(at_tail[:, 0], 0.0, _mean_surprisal(surprisal, blocks)))
-    score, middle = jax.tree.map(partial(exact, axis=3), tail.score, score), exact(tail.middle, middle, 3)
-    mean_score = None
+    score = Interval(low=exact(box.low[..., 0], stored.low), high=exact(box.high[..., 0], stored.high))
+    middle, mean_score = exact(total(stored.query * summary.key_mean), stored.middle), None
     if soft_cap is not None:
         (score, mean_score), middle = bounds.capped_scores(score, middle, soft_cap), capped(middle, soft_cap)
+    coded = None
+    if stored.coded is not None:
+        known = jnp.where(blocks.num_tokens > 0, stored.coded, -jnp.inf)
+        coded = Interval(low=known - stored.error, high=known + stored.error)
+    surprisal = stored.mean_surprisal
     return BlockView(
-        query=query,
+        query=stored.query,
         score=score,
         middle=middle,
-        key_min=box[..., :d],
-        key_max=box[..., d : 2 * d],
-        key_mean=mean[..., :d],
-        value_mean=value_mean,
-        value_radius=radius,
-        start=jnp.broadcast_to(blocks.start, (b, k, *blocks.start.shape)),
-        num_tokens=for_heads(blocks.num_tokens),
-        length=for_heads(blocks.length),
-        tolerance=for_heads(tolerance),
-        head_tolerance=jnp.broadcast_to(tolerance[:, None, None], query.shape[:3]),
-        tail_log_mass=tail.log_mass,
+        key_min=exact(summary.key_min, stored.key_min.astype(jnp.float32), -2),
+        key_max=exact(summary.key_max, stored.key_max.astype(jnp.float32), -2),
+        key_mean=exact(summary.key_mean, stored.key_mean, -2),
+        value_mean=exact(summary.value_mean, stored.value_mean, -2),
+        value_radius=exact(summary.value_radius, stored.value_radius),
+        start=blocks.start,
+        num_tokens=blocks.num_tokens,
+        length=length,
+        tolerance=stored.tolerance,
+        head_tolerance=jnp.broadcast_to(stored.tolerance, stored.query.shape[:1]),
+        tail_log_mass=log_sum_exp(jnp.where(seen, capped(tail_score, soft_cap), jnp.finfo(jnp.float32).min)),
         mean_score=mean_score,
         coded=coded,
-        mean_surprisal=mean_surprisal,
+        mean_surprisal=None if surprisal is None else jnp.where(at_tail, 0.0, surprisal),
+        sensitivity=stored.sensitivity,
+        last_mass=stored.last_mass,
     )
+
+
+@pytree
+class Chosen:
+    """The blocks that every row and KV head reads: packed, and `listed` in ascending order, the first `count` of them.
+
+    `estimate`, `upper` and `shares` are as in `Selection`, `entropy` is that of attention over the estimates, `place`
+    that of every block in the list, None where nobody asks for it.
+    """
+
+    mask: UInt32[Array, "*b n32"]
+    listed: Any
+    count: Int[Array, "*b"]
+    estimate: Float[Array, "*b g n"]
+    upper: Float[Array, "*b g n"] | None
+    entropy: Float[Array, "*b g"]
+    place: Int[Array, "*b n"] | None
+    shares: bool = static(default=False)
+
+    @property
+    def opened(self) -> Bool[Array, "*b n"]:
+        """Which blocks are read."""
+        return unpack_blocks(self.mask)[..., : self.estimate.shape[-1]]
 
 
 def _mean_values(mean: Float[Array, "k p e"], blocks: Blocks, head_dim: int) -> Float[Array, "b k n d"]:
@@ -174,77 +285,32 @@ def _values_of(mean: Float[Array, "k p e"], table: Int[Array, "b m"], head_dim: 
     return mean[:, table].swapaxes(0, 1)[..., head_dim : 2 * head_dim]
 
 
-@pytree
-class _Tail:
-    """The block each row ends in, from its own keys and values up to that end; log mass in nats, of capped scores.
-
-    A page's summary is of all that was written to it: by rows that share it too, and after this row's end.
-    """
-
-    block: Int[Array, " b"]
-    summary: PageSummary
-    score: Interval
-    middle: Float[Array, "b k g"]
-    log_mass: Float[Array, "b k g"]
-
-
-def _tail(query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, soft_cap: float | None) -> _Tail:
-    """Look at the one page that each row ends in; its log mass is the least float for an empty row."""
-    d, s = query.shape[3], layer.pages.shape[2]
-    last = jnp.maximum(blocks.length - 1, 0)
-    page = jnp.take_along_axis(blocks.table, (last // s)[:, None], axis=1)[:, 0]
-    # every axis but the last is indexed: a window over heads or tokens makes XLA lay the pool out anew on TPU
-    head = jnp.arange(layer.pages.shape[0])[:, None, None]
-    scales = None if layer.kv_scales is None else layer.kv_scales[head, page[:, None], jnp.arange(2)]
-    token = dequantized(layer.pages[head, page[:, None], jnp.arange(s)], scales, d)
-    num_tokens = blocks.length - last // s * s
-    summary = jax.tree.map(lambda x: x.swapaxes(0, 1).astype(jnp.float32), summarise(token, num_tokens, d))
-    score = jnp.einsum(
-        "bkgd,kbsd->bkgs", query, token[..., :d].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
-    seen = (jnp.arange(s) < num_tokens[:, None])[:, None, None]
-    over_heads = jax.vmap(jax.vmap(lambda q, low, high: bounds.box(q, low[None], high[None])))
-    box = over_heads(query, summary.key_box[..., :d], summary.key_box[..., d : 2 * d])
-    return _Tail(
-        block=last // s,
-        summary=summary,
-        score=jax.tree.map(lambda x: x[..., 0], box),
-        middle=total(query * summary.mean[..., None, :d]),
-        log_mass=log_sum_exp(jnp.where(seen, capped(score, soft_cap), jnp.finfo(jnp.float32).min)),
-    )
-
-
 def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
     """Score one row and one page, to learn at trace time whether a backend serves these shapes."""
     cache = empty(1, model.num_kv_heads, model.head_dim, 2, page_size, dtype, key_codes=key_codes)
     length = jnp.ones(1, jnp.int32)
     blocks = blocks_of(jnp.ones((1, 1), jnp.int32), length, page_size, None)
     query = jnp.zeros((1, model.num_kv_heads, model.group_size, model.head_dim), jnp.float32)
-    return _scores(query, cache.layers[0], blocks, backend, model.softmax(0).soft_cap)[1]
+    return _scores(query, cache.layers[0], blocks, backend, model.softmax(0).soft_cap)[2]
 
 
 def _scores(
     query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str, soft_cap: float | None
-) -> tuple[Interval, Float[Array, "b k g n"], Interval | None]:
-    """Return the range of every block's scores, its mean key's score, and what the key codes bound its log mass by.
+) -> tuple[Float[Array, "b k g n"] | None, ...]:
+    """Return the least, greatest and mean score of every block, its log mass by key codes and how far off that may be.
 
-    The log mass is of capped scores, the others are before the cap.
+    The last two are of capped scores, the others before the cap. Without codes they are None.
     """
     b, k, g, d = query.shape
     summary, queries = layer.summaries, query.reshape(b, k * g, d)
     at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
-
-    def grouped(x: Float[Array, "b h n"]) -> Float[Array, "b k g n"]:
-        return x.reshape(b, k, g, -1)
-
     found = block_scores(queries, summary.key_box, summary.mean, blocks.table, blocks.length, **at)
-    low, high, middle = map(grouped, found)
     if layer.key_codes is None:
-        return Interval(low=low, high=high), middle, None
-    found = code_scores(queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, soft_cap=soft_cap, **at)
-    coded_lse, error = map(grouped, found)
-    known = jnp.where((blocks.num_tokens > 0)[:, None, None], coded_lse, -jnp.inf)
-    return Interval(low=low, high=high), middle, Interval(low=known - error, high=known + error)
+        return *(x.reshape(b, k, g, -1) for x in found), None, None
+    found += code_scores(
+        queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, soft_cap=soft_cap, **at
+    )
+    return tuple(x.reshape(b, k, g, -1) for x in found)
 
 
 def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Array, "b n"]:
@@ -253,47 +319,165 @@ def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Arr
     return total(jnp.where(counts, each, 0.0)) / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 
 
-def least_share_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Float[Array, " b"]:
-    """Return the least share of attention mass read, over heads: certain where the selector bounds the rest.
+def selection_of(layer: LayerKind, most_held: Int[Array, ""] | None, selector: Selector, stored: Stored) -> Selection:
+    """Return what a selector chooses for one row and KV head, and what a query may and must see of that."""
+    view = replace(view_of(layer, stored), most_held=most_held)
+    own = layer.extent(view.length, view.start.shape[0])
+    chosen = selection(selector, view)
+    return replace(chosen, opened=(chosen.opened & own.readable) | own.certain)
 
-    Otherwise unread blocks count as the selector guesses them. `log_read` is the log-sum-exp over what
-    was read, in nats.
+
+@pytree
+class Kept:
+    """Which rows read something else than what is chosen by this token, and what: fields as those of `Selected`.
+
+    A row that is not `long` reads all; one that is not `fresh` reads the blocks that are packed in `last`. Truths are
+    0 and 1.
     """
-    thought = chosen.estimate if chosen.upper is None else chosen.upper
-    read = chosen.opened | ~blocks.readable[:, None]
-    each = jax.vmap(jax.vmap(bounds.certain_share))(thought, read, log_read)
-    return jnp.min(each, axis=(1, 2))
+
+    long: Any
+    fresh: Any
+    last: Any
 
 
-def in_units_read(chosen: Selection, blocks: Blocks, log_read: Float[Array, "b k g"]) -> Selection:
-    """Return a selection whose guess, of shares, is made one at the sums of e^(q . key): what is unread had its share.
+def chosen_of(
+    layer: LayerKind, with_place: bool, chosen: Selection, length: Int[Array, ""], kept: Kept | None
+) -> Chosen:
+    """Return the blocks that one row and KV head reads, as kernels take them."""
+    num_blocks = chosen.opened.shape[0]
+    own, opened = layer.extent(length, num_blocks), chosen.opened
+    if kept is not None:
+        if kept.last is not None:
+            last = unpack_blocks(kept.last)[:num_blocks]
+            opened = jnp.where(kept.fresh > 0, opened, (last & own.readable) | own.certain)
+        opened = jnp.where(kept.long > 0, opened, own.readable)
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    before = jnp.cumsum(opened, dtype=jnp.int32)
+    return Chosen(
+        mask=pack_blocks(opened),
+        # the others follow, the last first
+        listed=Placed(array=block, place=jnp.where(opened, before - 1, num_blocks - 1 - (block - before))),
+        count=jnp.sum(opened, dtype=jnp.int32),
+        estimate=chosen.estimate,
+        upper=chosen.upper,
+        entropy=attention_entropy(chosen.estimate, own.num_tokens > 0),
+        place=jnp.maximum(before - 1, 0) if with_place else None,
+        shares=chosen.shares,
+    )
+
+
+@pytree
+class Read:
+    """What reading the chosen blocks tells of every row and KV head.
+
+    `kept` is the least share of attention mass on the blocks read: certain where the selector bounds the rest,
+    otherwise unread blocks count as it guesses them. `mass` is the share of every block, `residual` what the unread
+    ones weigh; each None where it is not asked for.
+    """
+
+    kept: Float[Array, "*b g"]
+    mass: Float[Array, "*b g n"] | None
+    residual: "Residual | None"
+
+
+@pytree
+class Residual:
+    """The attention masses of the blocks `unread`, 0 of others, of those read, and of all, in one unit."""
+
+    weight: Float[Array, "*b g n"]
+    unread: Bool[Array, "*b n"]
+    read: Float[Array, "*b g"]
+    whole: Float[Array, "*b g"]
+
+
+def read_of(
+    chosen: Chosen,
+    blocks: Blocks,
+    block_lse: Float[Array, "b k g m"],
+    sinks: Float[Array, "k g"] | None,
+    layer: LayerKind,
+    residual: bool,
+) -> Read:
+    """Return what reading the chosen blocks tells.
+
+    `block_lse` is the log-sum-exp of each block, in nats, in the order of the list. `sinks` are those of the layer's
+    softmax.
+    """
+    shares = chosen.shares
+
+    def of_one(
+        mask: UInt32[Array, " n32"],
+        estimate: Float[Array, "g n"],
+        upper: Float[Array, "g n"] | None,
+        length: Int[Array, ""],
+        by_list: Float[Array, "g n"],
+        sink: Float[Array, " g"] | None,
+        block_lse: Float[Array, "g n"] | None,
+    ) -> Read:
+        own = layer.extent(length, estimate.shape[1])
+        opened = unpack_blocks(mask)[: len(own.start)]
+        unread, log_read = own.readable & ~opened, log_sum_exp(by_list)
+        if shares:
+            estimate = in_units_read(estimate, unread, log_read)
+        thought = estimate if upper is None else upper
+        return Read(
+            kept=bounds.certain_share(thought, opened | ~own.readable, log_read),
+            mass=None if block_lse is None else shares_after(estimate, opened, own.readable, block_lse),
+            residual=_residual(estimate, unread, with_sink(log_read, sink)) if residual else None,
+        )
+
+    # a list has room for the blocks of the page table, which are fewer than what is known of them on a GPU
+    short = chosen.estimate.shape[-1] - block_lse.shape[-1]
+    block_lse = jnp.pad(block_lse, [(0, 0)] * 3 + [(0, short)], constant_values=-jnp.inf)
+    at_place = None if chosen.place is None else Listed(array=block_lse, place=chosen.place)
+    if sinks is not None:
+        sinks = PerQuery(array=sinks[None])
+    return per_head(
+        of_one,
+        PerHead(array=chosen.mask),
+        PerQuery(array=chosen.estimate),
+        None if chosen.upper is None else PerQuery(array=chosen.upper),
+        PerRow(array=blocks.length),
+        PerQuery(array=block_lse),
+        sinks,
+        at_place,
+    )
+
+
+def in_units_read(
+    share: Float[Array, "g n"], unread: Bool[Array, " n"], log_read: Float[Array, " g"]
+) -> Float[Array, "g n"]:
+    """Return a guess at shares of the mass, logs, as one at the sums of e^(q . key): what is unread had its share.
 
     Half of the mass at most is taken for unread.
     """
-    unread = (blocks.readable[:, None] & ~chosen.opened)[:, :, None]
-    left = jnp.minimum(total(jnp.where(unread, jnp.exp(chosen.estimate), 0.0)), 0.5)
-    whole = log_read - jnp.log1p(-left)
-    return replace(chosen, estimate=chosen.estimate + whole[..., None], shares=False)
+    left = jnp.minimum(total(jnp.where(unread, jnp.exp(share), 0.0)), 0.5)
+    return share + (log_read - jnp.log1p(-left))[:, None]
 
 
-def shares_after(chosen: Selection, blocks: Blocks, block_lse: Float[Array, "b k g n"]) -> Float[Array, "b k g n"]:
+def shares_after(
+    estimate: Float[Array, "g n"], opened: Bool[Array, " n"], readable: Bool[Array, " n"], read: Float[Array, "g n"]
+) -> Float[Array, "g n"]:
     """Return each block's share of attention mass, 1 where there is none to read.
 
-    That of the blocks read is from their keys, whose log-sum-exps are `block_lse`, in ascending order of the blocks;
-    that of the others as it was guessed.
+    That of the blocks read is from their keys, whose log-sum-exps are `read`; that of the others as it was guessed.
     """
-    opened, readable = chosen.opened[:, :, None], blocks.readable[:, None, None]
-    place = jnp.maximum(jnp.cumsum(opened, axis=-1, dtype=jnp.int32) - 1, 0)
-    read = jnp.take_along_axis(block_lse, jnp.broadcast_to(place, block_lse.shape), axis=-1)
-    log_mass = jnp.where(opened, read, chosen.estimate)
+    log_mass = jnp.where(opened, read, estimate)
     return jnp.where(readable, softmax(jnp.where(readable, log_mass, jnp.finfo(jnp.float32).min)), 1.0)
+
+
+def _residual(estimate: Float[Array, "g n"], unread: Bool[Array, " n"], log_read: Float[Array, " g"]) -> Residual:
+    left = jnp.where(unread, estimate, -jnp.inf)
+    top = jnp.maximum(jnp.max(left, axis=-1), log_read)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
+    weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)[..., 0]
+    return Residual(weight=weight, unread=unread, read=read, whole=read + total(weight))
 
 
 def with_residual(
     out: Float[Array, "b k g d"],
-    chosen: Selection,
+    residual: Residual,
     blocks: Blocks,
-    log_read: Float[Array, "b k g"],
     mean: Float[Array, "k p e"],
 ) -> Float[Array, "b k g d"]:
     """Return the output with every unread block counted as its mean value at its estimated mass.
@@ -301,17 +485,12 @@ def with_residual(
         o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
 
     S the blocks read, D the others a query may see; `out` is o over S, `bounds.residual_error` bounds what
-    remains. `log_read` is log Z_S, the sum that `out` was divided by: with the sink where there is one. `mean` is that
-    of every page, as `PageSummary` has it. Float32.
+    remains. Z_S is the sum that `out` was divided by: with the sink where there is one. `mean` is that of every page,
+    as `PageSummary` has it. Float32.
     """
-    unread = blocks.readable[:, None] & ~chosen.opened
-    left = jnp.where(unread[:, :, None], chosen.estimate, -jnp.inf)
-    top = jnp.maximum(jnp.max(left, axis=-1), log_read)
-    top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
-    weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)
-    mixed = _mixture(weight, unread, mean, blocks, out.shape[-1])
-    whole = read + total(weight)[..., None]
-    return (read * out + mixed) / jnp.where(whole > 0, whole, 1.0)
+    mixed = _mixture(residual.weight, residual.unread, mean, blocks, out.shape[-1])
+    whole = residual.whole[..., None]
+    return (residual.read[..., None] * out + mixed) / jnp.where(whole > 0, whole, 1.0)
 
 
 def _mixture(

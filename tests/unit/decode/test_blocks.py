@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from small_model import MODEL
 
-from et_jax.control.base import unpack_blocks
+from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import Certified, SinksWindow, chord_bounds
-from et_jax.control.selector import Selection
 from et_jax.decode import cache as kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
-from et_jax.decode.selection import blocks_of, in_units_read, shares_after, with_residual
+from et_jax.decode.selection import Chosen, LayerKind, Read, blocks_of, in_units_read, read_of, with_residual
 from et_jax.softmax import Softmax
 
 PAGE, CAPACITY = 4, 6
@@ -63,25 +62,38 @@ def listed(log_mass):
     return found
 
 
-def chosen(share):
-    estimate = jnp.asarray(np.log(np.maximum(share, 1e-30)), jnp.float32)
-    return Selection(opened=jnp.asarray(OPENED), estimate=estimate, upper=None, shares=True)
+def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> Read:
+    """What reading the opened blocks tells, by an estimate of every block."""
+    opened = jnp.asarray(opened)
+    chosen = Chosen(
+        mask=pack_blocks(opened),
+        listed=opened,
+        count=jnp.sum(opened, axis=-1),
+        estimate=jnp.asarray(estimate, jnp.float32),
+        upper=None,
+        entropy=jnp.zeros(estimate.shape[:-1]),
+        place=jnp.maximum(jnp.cumsum(opened, axis=-1) - 1, 0),
+        **shares,
+    )
+    return read_of(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
+
+
+def log_of(share):
+    return np.log(np.maximum(share, 1e-30))
 
 
 def test_what_was_not_read_keeps_its_share_and_what_was_has_that_of_its_keys():
     log_mass, share = drawn()
     read = listed(log_mass)
     log_read = jnp.asarray(np.logaddexp.reduce(read, axis=-1))
-    guessed = in_units_read(chosen(share), BLOCKS, log_read)
+    unread = jnp.asarray(np.asarray(BLOCKS.readable)[:, None] & ~OPENED)
+    guessed = jax.vmap(jax.vmap(in_units_read))(jnp.asarray(log_of(share), jnp.float32), unread, log_read)
     held = np.broadcast_to(np.asarray(BLOCKS.readable)[:, None, None], log_mass.shape)
-    assert not guessed.shares
     left = np.where(held & ~OPENED[:, :, None], share, 0.0).sum(-1)
     right = left < 0.5  # of more than half, half is taken for unread
     assert 0 < right.mean() < 1
-    np.testing.assert_allclose(
-        np.asarray(guessed.estimate)[right][held[right]], log_mass[right][held[right]], rtol=1e-5
-    )
-    after = np.asarray(shares_after(guessed, BLOCKS, jnp.asarray(read)))
+    np.testing.assert_allclose(np.asarray(guessed)[right][held[right]], log_mass[right][held[right]], rtol=1e-5)
+    after = np.asarray(read_after(OPENED, log_of(share), BLOCKS, read, shares=True).mass)
     np.testing.assert_allclose(after[right][held[right]], share[right][held[right]], rtol=1e-4)
     assert np.all(after[~held] == 1.0)
     np.testing.assert_allclose(np.where(held, after, 0.0).sum(-1), 1.0, rtol=1e-5)
@@ -92,7 +104,7 @@ def test_a_share_that_was_wrong_is_put_right_by_reading():
     read = listed(log_mass)
     log_read = jnp.asarray(np.logaddexp.reduce(read, axis=-1))
     wrong = np.where(OPENED[:, :, None], 0.3 * share[..., ::-1], 1e-6)
-    after = np.asarray(shares_after(in_units_read(chosen(wrong), BLOCKS, log_read), BLOCKS, jnp.asarray(read)))
+    after = np.asarray(read_after(OPENED, log_of(wrong), BLOCKS, read, shares=True).mass)
     expected = np.exp(read - np.asarray(log_read)[..., None])
     for row, head in np.ndindex(OPENED.shape[:2]):
         blocks = np.flatnonzero(OPENED[row, head])
@@ -181,13 +193,15 @@ def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
     def made_up(rows: slice, num_blocks: int) -> np.ndarray:
         length = jnp.asarray(lengths[rows], jnp.int32)
         blocks = blocks_of(jnp.asarray(table[rows, :num_blocks], jnp.int32), length, page, None)
-        chosen = Selection(
-            opened=jnp.asarray(opened[rows, :, :num_blocks]),
-            estimate=jnp.asarray(estimate[rows, ..., :num_blocks]),
-            upper=None,
-        )
-        given = jnp.asarray(out[rows]), chosen, blocks, jnp.asarray(log_read[rows]), jnp.asarray(mean)
-        return np.asarray(jax.jit(with_residual)(*given))
+        here = jnp.asarray(opened[rows, :, :num_blocks])
+        by_list = np.full((*log_read[rows].shape, num_blocks), -np.inf, np.float32)
+        by_list[..., 0] = log_read[rows]
+
+        def residual(here, by_list):
+            read = read_after(here, estimate[rows, ..., :num_blocks], blocks, by_list, residual=True)
+            return with_residual(jnp.asarray(out[rows]), read.residual, blocks, jnp.asarray(mean))
+
+        return np.asarray(jax.jit(residual)(here, jnp.asarray(by_list)))
 
     together = made_up(slice(0, 4), capacity)
     assert np.isfinite(together).all()

@@ -15,8 +15,8 @@ from stored_tokens import LARGEST, as_stored
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.decode import cache as kv
-from et_jax.decode.selection import blocks_of, view_of
-from et_jax.decode.selection import select as choose
+from et_jax.decode.selection import LayerKind, blocks_of, selection_of, stored_of
+from et_jax.pallas.per_head import PerRow, per_head
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -60,9 +60,10 @@ def chosen(bounds: str, window: int | None, soft_cap: float | None):
         key = key.astype(dtype) if dtype not in LARGEST else key
         layer = kv.write(cache.layers[0], key, key, table, jnp.zeros(ROWS, jnp.int32), length)
         blocks = blocks_of(table, length, PAGE, window)
-        many = jax.tree.map(lambda x: jnp.full(ROWS, x), selector)  # numbers have a row each
-        view = view_of(query, layer, None, blocks, tolerance, "xla", soft_cap)
-        return choose(many, view, blocks), blocks.num_tokens
+        many = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), selector)  # numbers have a row each
+        kind = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
+        stored = stored_of(query, layer, None, blocks, tolerance, "xla", kind)
+        return per_head(functools.partial(selection_of, kind, None), many, stored), blocks.num_tokens
 
     return run
 
