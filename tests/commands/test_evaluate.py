@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections import Counter
 from itertools import product
@@ -164,33 +163,20 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
         (["--task", "riddles"], "choose one of single_key"),
         (["--task", "gsm8k"], "name the file with --prompts"),
         (["--prompts", "x.jsonl"], "belongs to one task"),
-        (["--task", "gsm8k", "--prompts", "absent.jsonl"], "absent.jsonl are not there"),
         (["--depths", "0"], "--depths is 0; it must be at least 1"),
-        (["--length", "0"], "--length is 0"),
         (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled holds 2048 tokens"),
-        (["--length", "9" * 4000], "--length is a whole number of 13288 bits; it must be from 1 to"),
-        (["--depths", "1000000"], "--depths is 1000000; it must be from 1 to 1000"),
         (
             ["--samples", "100000", "--task", "passkey", "--depths", "2"],
             "make 200000 prompts and at most 100000 are asked",
         ),
-        (["--samples", str(10**15)], "--samples is 1000000000000000; it must be from 1 to"),
         (["--task", "copying", "--pairs", "104"], "There are 104 words for a verse of 105"),
-        (["--pairs", str(10**18)], "--pairs is 1000000000000000000; it must be from 0 to"),
-        (["--batch", "-1"], "--batch is -1; it must be at least 1"),
         (["--task", "loss", "--haystack", __file__, "--length", "1000000"], "--length is 1000000; bundled holds 2048"),
-        (["--task", "passkey", "--length", "20"], "too short for this task"),
-        (["--task", "passkey", "--length", "4000", "--samples", "1"], "holds 2048"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["--plot", "a.gif"], "a.gif is none of them"),
-        (["--json", "absent/a.json"], "absent/a.json cannot be written"),
         (["--haystack", "/dev/null"], "/dev/null is empty"),
         (["--haystack", "/dev/zero"], "/dev/zero holds more than 256 MiB"),
-        (["--haystack", "/"], "cannot be read (Is a directory)"),
-        (["--haystack", sys.executable], "cannot be read ('utf-8' codec"),
         (["--model", "\udcff"], "cannot spell; choose another name"),
         (["--task", "loss"], "of a text named with --haystack"),
-        (["--control", "magic"], "choose one of off"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):

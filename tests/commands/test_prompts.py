@@ -2,7 +2,6 @@
 
 import array
 import asyncio
-import collections
 from pathlib import Path
 
 import jax
@@ -24,29 +23,17 @@ def model():
     return engine.load(max_num_seqs=3, max_model_len=64, prefill_batch=16)
 
 
-class Text(str):
-    """A text by another name."""
-
-
 @pytest.mark.parametrize(
     ("make", "like"),
     [
-        (lambda: Text("a"), ["a"]),
-        (lambda: np.str_("a"), ["a"]),
         (lambda: (x for x in ["a", "b"]), ["a", "b"]),
-        (lambda: ("a", "b"), ["a", "b"]),
         (lambda: np.array(["a", "b"]), ["a", "b"]),
         (lambda: np.array([5, 6]), [[5, 6]]),
-        (lambda: collections.UserString("ab"), ["ab"]),
-        (lambda: np.array("ab"), ["ab"]),
         (lambda: np.array([[5, 6], [7, 8]], np.uint8), [[5, 6], [7, 8]]),
         (lambda: [np.array([5, 6]), "a", (7,)], [[5, 6], "a", [7]]),
         (lambda: jax.numpy.array([5, 6]), [[5, 6]]),
-        (lambda: [np.int64(5), 6], [[5, 6]]),
-        (lambda: range(5, 8), [[5, 6, 7]]),
         (lambda: iter([5, 6]), [[5, 6]]),
         (lambda: [], []),
-        (lambda: np.zeros((0, 3), int), []),
         (lambda: [GenerationRequest(prompt="a", params=BRIEF), "b"], ["a", "b"]),
     ],
 )
@@ -62,30 +49,18 @@ def test_prompts_in_any_plain_shape_are_served(model, make, like):
         (lambda: None, "prompts is None; it must be a text, a list of token ids"),
         (lambda: 5, "prompts is 5; .* write \\[5\\] for a prompt of this one token"),
         (lambda: {"a": 1}, "prompts is an object of type dict; .* write a list"),
-        (lambda: {"a"}, "prompts is an object of type set; .* write a list"),
         (lambda: b"Once", 'prompts is b"Once"; .* decode the bytes first'),
         (lambda: Path("x"), "prompts is the path x; .* read the file first"),
-        (lambda: [b"Once"], 'prompt is b"Once"; .* decode the bytes first'),
         (lambda: [5, "a"], 'prompt is 5; it must be a text or a list|prompt holds "a"'),
-        (lambda: ["a", 5], "prompt is 5; it must be a text or a list"),
         (lambda: [True, False], "prompt holds true"),
-        (lambda: [1.5], "prompt holds 1.5"),
         (lambda: np.array([1.5]), "prompt holds 1.5"),
-        (lambda: memoryview(b"Once"), "prompts is an object of type memoryview; .* decode the bytes first"),
         (lambda: [array.array("B", b"Once")], "prompt is an object of type array; .* decode the bytes first"),
         (lambda: np.zeros((2, 2, 2), int), "prompt holds a list"),
-        (lambda: [None], "prompt is None"),
-        (lambda: [[]], "The prompt is empty"),
         (lambda: "", r"^The prompt is empty; give it at least one character\.$"),
-        (lambda: ["a", ""], "The prompt is empty"),
         (lambda: ["a", [[]]], "prompt holds an empty list"),
-        (lambda: object(), "prompts is an object of type object"),
         (lambda: "\ud800", "half of a surrogate pair"),
-        (lambda: 10**400, "prompts is a whole number of 1329 bits"),
         (lambda: [[1, 10**9, 5]], "token 1000000000, and .* has tokens 0 to"),
-        (lambda: [[-1]], "token -1, and .* has tokens 0 to"),
         (lambda: [[5] * 64], "The prompt has 64 tokens and .* holds 64 with the text; shorten the prompt"),
-        (lambda: [5] * 5_000_000, "The prompt has 5000000 tokens and at most 64 fit"),
         (lambda: np.full(5_000_000, 5), "The prompt has 5000000 tokens and at most 64 fit"),
     ],
 )
@@ -106,18 +81,12 @@ REQUEST = GenerationRequest(prompt="a", params=BRIEF)
     ("prompts", "arguments", "sentence"),
     [
         ("a", {"max_token": 1}, "max_token is no setting; did you mean max_tokens?"),
-        ("a", {"controls": "off"}, "controls is no setting; did you mean control?"),
         ("a", {"zzz": 1}, "zzz is no setting; choose from max_tokens, temperature"),
         ("a", {"params": 5}, "params is 5; it must be SamplingParams"),
-        ("a", {"params": {"max_tokens": 1}}, "params is an object of type dict; it must be SamplingParams"),
         ("a", {"control": 5}, "adaptive, ead, ead_guarded, entropyinfer or a Controller"),
         ("a", {"control": Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
-        ("a", {"control": "nobody"}, 'control is "nobody"; choose one of off'),
-        ("a", {"max_tokens": 1.5}, "max_tokens is 1.5; it must be a whole number."),
         ("a", {"stop_token_ids": (1, 2**40)}, "stop_token_ids holds the token 1099511627776, and "),
-        ("a", {"stop_token_ids": (1, -1)}, "stop_token_ids holds the token -1, and "),
         (REQUEST, {"max_tokens": 1}, "max_tokens is given with requests"),
-        ([REQUEST, REQUEST], {"params": BRIEF}, "params is given with requests"),
     ],
 )
 def test_settings_that_are_none_are_told(model, prompts, arguments, sentence):

@@ -1,11 +1,9 @@
 """What may be an input: a file, or a pipe, of lines."""
 
-import bz2
 import contextlib
 import gzip
 import io
 import json
-import lzma
 import os
 import threading
 import zipfile
@@ -35,23 +33,14 @@ def zipped(data: bytes) -> bytes:
 
 OTHERS = [
     (gzip.compress(LINES.encode(), mtime=0), "is compressed with gzip; unpack it first"),
-    (bz2.compress(LINES.encode()), "is compressed with bzip2"),
-    (lzma.compress(LINES.encode()), "is compressed with xz"),
-    (b"\x28\xb5\x2f\xfd" + LINES.encode(), "is compressed with zstd"),
     (zipped(LINES.encode()), "is a zip archive"),
-    (LINES.encode("utf-16"), "is UTF-16 or UTF-32"),
     (LINES.encode("utf-16-le"), "is UTF-16 or UTF-32"),
-    (LINES.encode("utf-32"), "is UTF-16 or UTF-32"),
     (b"id,prompt\n1,It was\n2,It is\n", "seems to be a table (CSV)"),
     (b"\xef\xbb\xbfid;prompt\r\n1;It was\r\n", "seems to be a table (CSV)"),
     (json.dumps(ROWS).encode(), "is one JSON list"),
-    (json.dumps(ROWS, indent=1).encode(), "is one JSON list"),
     ("".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode(), "has objects of more than one line"),
     (b"It was\nIt is\n", "seems to be plain text"),
     (bytes(range(256)) * 4, "is no text"),
-    (b"%PDF-1.7\n", "is a PDF"),
-    (b"SQLite format 3\0" + bytes(90), "is an SQLite database"),
-    (b"ARROW1\0\0" + bytes(90), "is an Arrow file"),
 ]
 
 
@@ -69,15 +58,11 @@ def test_what_is_no_file_of_lines_is_refused_before_the_first_row(tmp_path, capf
     "data",
     [
         b"",
-        b"\n\n",
-        b'{"prompt": "a"}',
         b'\xef\xbb\xbf \n\n  {"prompt": "a"}',
         b'not a line\n{"prompt": "a"}\n',
         b"\0\0\n" + LINES.encode(),
         b"{\n" + LINES.encode(),  # a torn line, not an object of many
-        b"{",
         b"x" * 100_000 + b"\n" + LINES.encode(),
-        b"\n" * 100_000 + LINES.encode(),
         b'{"prompt": "' + b"x" * 100_000 + b'"}',
     ],
 )

@@ -24,11 +24,8 @@ from et_jax.control import budget, clock, draft, guards, priority, select, smoot
 from et_jax.control.base import as_value, chain
 from et_jax.control.compression import Compression
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.presets import KNOBS, NAMES, PRESETS, preset
 from et_jax.control.selector import MaskSelector
-from et_jax.control.settings import _names, adjusted
 from et_jax.errors import UsageError
-from et_jax.io.knobs import knobs
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -70,23 +67,6 @@ def test_every_field_of_what_is_asked_for():
             found = made(lambda k=kind, f=field, v=value: k(**asked[k] | {f.name: v}), UsageError, what)
             number = None if found is None else getattr(found, field.name)
             assert not isinstance(number, float) or abs(number) <= 3.4e38, what
-
-
-def test_every_knob_of_every_preset_and_every_number_of_a_request():
-    for name in NAMES:
-        laws = preset(name)
-        for knob in KNOBS:
-            for value in HOSTILE:
-                made(lambda n=name, k=knob, v=value: preset(n, **{k: v}), UsageError, f"{name}: {knob} {shown(value)}")
-        for number in _names(laws) | set(knobs(PRESETS[name])):
-            for value in (10**18, -(10**400), -1, 0, 1e-400, 3.4e38, math.inf, True, Fraction(1, 2)):
-                control = made(
-                    lambda n=number, v=value: GenerationRequest(prompt="a", params=PARAMS, control={n: v}),
-                    UsageError,
-                    f"control {number} {shown(value)}",
-                )
-                if control is not None and control.control:
-                    made(lambda c=control, laws=laws: adjusted(laws, c.control), UsageError, f"{name}: {number}")
 
 
 EXAMPLES = [

@@ -1,7 +1,6 @@
 """The output file: whole rows whatever happens, and never another job's."""
 
 import errno
-import gzip
 import json
 import os
 
@@ -31,12 +30,9 @@ def test_rows_are_appended_and_found_again_however_they_are_spelled(tmp_path):
 
 TORN = [
     b"{",
-    b'{"id": "batch_req_c", "cust',
-    b'{"id": "batch_req_c"}',
     b'{"id": "batch_req_c", "custom_id": "c", "response": {}, "error": null}',  # all but its end of line
     b"\0" * 50,
     b'{"id": "batch_req_c", "cus' + b"\0" * 4000,  # a loss of power leaves the size without the bytes
-    b"\0" * 4000 + b'sponse": {}, "error": null}\n',
     b'{"id": "batch_req_c", "cus' + b"\0" * 4000 + b"null}\n",
 ]
 
@@ -56,22 +52,15 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn, names):
 WHOLE = data("c")
 NO_ROWS = [
     (lambda rows: json.dumps(json.loads(rows.splitlines()[0]), indent=2).encode() + b"\n", 1),
-    (gzip.compress, 1),
     (lambda rows: rows + b"a note of mine", 3),
     (lambda rows: rows + b"\n", 3),
-    (lambda rows: b"\xef\xbb\xbf" + rows, 1),
-    (lambda rows: rows.decode().encode("utf-16"), 1),
     (lambda rows: rows + b'{"id": 1}\n', 3),
-    (lambda rows: rows + b'{"id": "batch_req_c"}\n', 3),
     (lambda rows: rows + b'{"id": "batch_req_c", "cus\n{"id": "batch_req_d", "c', 3),  # two torn lines
     (lambda rows: rows + b'{"id": "batch_req_c", "cus' + WHOLE, 3),  # a torn line, and a row after it
-    (lambda rows: rows + b"\0" * 50 + b"\n" + WHOLE, 3),
     (lambda rows: rows + b"[" * 100_000 + b"\n", 3),
     (lambda rows: rows + b'{"n": ' + b"9" * 5000 + b"}\n", 3),
     (lambda rows: rows + WHOLE.replace(b'"c"', b"true"), 3),
-    (lambda rows: rows + WHOLE.replace(b'"c"', b"null"), 3),
     (lambda rows: rows[:-1] + WHOLE, 2),  # two rows on a line
-    (lambda rows: rows.replace(b"\n", b"\na note of mine\n", 1), 2),
 ]
 
 

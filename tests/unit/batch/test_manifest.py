@@ -34,10 +34,8 @@ def refusal(path: Path, **changes: Any) -> str:
         ({"max_num_seqs": 4}, ["--max-num-seqs was 8 and is 4"]),
         ({"page_size": 16}, ["--page-size was not given and is 16"]),
         ({"chat": True}, ["--chat was off and is on"]),
-        ({"system_prompt": "Be kind."}, ['--system-prompt was not given and is "Be kind."']),
         ({"system_prompt": "x" * 5000}, ["xxxx..."]),
         ({"system_prompt": "\x1b[2J"}, [r"\u001b[2J"]),
-        ({"model_files": "def"}, ["the digest of the model's files was abc and is def"]),
         (
             {"params": {"temperature": 0.5, "stop": [], "top_k": 0}},
             ["--temperature was 1.0 and is 0.5", '--stop was ["x"] and is []'],
@@ -59,14 +57,10 @@ def test_what_is_no_manifest_is_left_alone(tmp_path):
     texts = (
         b"",
         b"[]",
-        b"7",
-        b"null",
-        b"{}",
         b"{",
         b"caf\xe9",
         b"\0" * 200,
         manifest(version=[]),
-        manifest(version=True),
     )
     large = b"[" * 1_000_000, b'{"version": ' + b"9" * 5000 + b"}", b'{"model_files": "' + b"a" * 20_000_000 + b'"}'
     for number, data in enumerate((*texts, *large)):

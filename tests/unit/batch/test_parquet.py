@@ -31,7 +31,6 @@ TURN = {"role": "user", "content": "Hi", "name": None}
         ("body", [{"messages": [TURN], "max_tokens": 3.0}, None], [{"messages": [TURN], "max_tokens": 3}, None]),
         ("temperature", pyarrow.array([Decimal("0.25"), Decimal("40")], DECIMAL), [0.25, 40]),
         ("id", [datetime.datetime(2024, 2, 29, 12, 30), None], ["2024-02-29 12:30:00", None]),
-        ("user", [datetime.date(2024, 2, 29), None], ["2024-02-29", None]),
         ("metadata", pyarrow.array([[("day", "x"), ("b", "y")], None], MAP), [{"day": "x", "b": "y"}, None]),
         ("prompt", pyarrow.array(["caf\u00e9".encode(), b""], pyarrow.binary()), ["caf\u00e9", ""]),
         ("prompt", [f"It was {i}" for i in range(150)], [f"It was {i}" for i in range(150)]),

@@ -47,7 +47,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
             ],
             id="no time is left only when no line is",
         ),
-        pytest.param(*(5000, 0), [(0.5, 1, 1, 8, "1 of 5000 lines, 16.0 tokens/s")], id="the first moments"),
     ],
 )
 def test_what_is_said(clock, capfd, monkeypatch, total, before, shown):

@@ -46,7 +46,7 @@ def interrupt(_: Journal) -> None:
     raise KeyboardInterrupt
 
 
-THEN = pytest.mark.parametrize("then", [end, Journal.sync, append, interrupt])
+THEN = pytest.mark.parametrize("then", [end, append, interrupt])
 
 
 @THEN

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -29,20 +26,6 @@ def test_streams_and_arguments_that_hold_no_text_are_refused(line, prompt, words
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
-
-
-def test_a_switch_of_jax_that_means_nothing_is_told():
-    for setting in ("JAX_ENABLE_X64=maybe", "JAX_DEFAULT_PRNG_IMPL=dice"):
-        variable, value = setting.split("=")
-        ended = subprocess.run(
-            [sys.executable, "-m", "et_jax.generate", "-p", "It was"],
-            env=os.environ | {variable: value},
-            capture_output=True,
-            check=False,
-        )
-        assert (ended.returncode, ended.stdout) == (command.USAGE, b"")
-        [line] = ended.stderr.decode().splitlines()
-        assert line.startswith("error: JAX cannot be imported (") and variable.lower() in line.lower() and value in line
 
 
 def test_a_system_without_another_thread_is_told(monkeypatch, capfd):

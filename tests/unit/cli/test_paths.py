@@ -101,22 +101,17 @@ PROMPT, TASK = ["--model", "model", "-p", "It was"], ["--model", "model", "--tas
     [
         (generate, BATCH, "--metrics in.jsonl"),
         (generate, BATCH, "--metrics out.jsonl.manifest.json"),
-        (generate, BATCH, "--output rows --input rows.manifest.json"),
         (generate, BATCH, "--output model/out.jsonl"),
         (generate, PROMPT, "--trace model/config.json"),
-        (generate, PROMPT, "--metrics hard.png --plot a.png"),
-        (evaluate, TASK, "gsm8k --prompts a.png --plot a.png"),
         (evaluate, TASK, "passkey --haystack in.jsonl --json in.jsonl"),
-        (evaluate, TASK, "passkey --json new.png --plot ./new.png"),
         (evaluate, TASK, "passkey --json model/config.json"),
     ],
 )
 def test_a_command_writes_over_nothing(tmp_path, monkeypatch, capfd, module, given, arguments):
     (tmp_path / "model").mkdir()
-    for name in ("in.jsonl", "out.jsonl", "out.jsonl.manifest.json", "rows.manifest.json", "a.png"):
+    for name in ("in.jsonl", "out.jsonl", "out.jsonl.manifest.json"):
         (tmp_path / name).write_text(f'{{"prompt": "mine", "id": "{name}"}}\n')
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "hard.png").hardlink_to(tmp_path / "a.png")
     files = contents(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert module.main([*given, *arguments.split()]) == command.USAGE
@@ -162,14 +157,3 @@ def test_every_file_to_write_is_looked_at_before_any_work(tmp_path, monkeypatch,
             assert not out and said.startswith("error: ") and said.endswith("."), (flag, name, said)
             assert flag in said if name == "" else repr(name)[1:-1] in said or flag in said, (flag, name, said)
             assert sorted(tmp_path.iterdir()) == before, (flag, name)
-
-
-def test_a_name_that_is_empty_names_nothing(capfd):
-    """As of a variable that is not set."""
-    for module, flag in [
-        *((generate, name) for name in ("--model", "--input", "--small", "--draft", "--control", "--cache-policy")),
-        *((evaluate, name) for name in ("--model", "--haystack", "--prompts", "--small", "--control")),
-    ]:
-        prompt = ["-p", "It was"] if module is generate and flag != "--input" else []
-        assert module.main([*prompt, flag, ""]) == command.USAGE
-        assert f"error: {flag} is '', which names nothing" in capfd.readouterr().err

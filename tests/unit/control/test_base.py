@@ -1,9 +1,5 @@
 """What every law is made of: chains, checked changes of the state, the packed mask of blocks, signals as a table."""
 
-import dataclasses
-import re
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,13 +61,6 @@ def test_a_chain_starts_and_runs_its_laws_in_order_each_from_the_state_of_the_on
     plain = chain(lambda signals, state: replace(state, tolerance=signals.entropy))
     assert plain.init(start) is start  # a plain function has nothing to start
     assert chain().init(start) is start and chain()(signals(entropy=0.0), start) is start
-
-
-def test_a_users_own_law_with_a_number_is_a_value_and_may_have_a_number_for_each_row(state):
-    assert Doubles(1.0) == Doubles() != Doubles(0.2) and hash(Doubles()) == hash(Doubles(1.0))
-    assert repr(chain(Doubles(0.25))) == "Chain(laws=(Doubles(added=0.25),))"
-    got = jax.vmap(lambda law: law.init(state()))(Doubles(jnp.asarray([0.0, 1.0, 2.0])))
-    np.testing.assert_allclose(got.temperature, [2.0, 3.0, 4.0])
 
 
 def three(signals: Signals, state: ControlState) -> ControlState:
@@ -145,15 +134,3 @@ def test_a_selector_that_returns_no_mask_and_no_selection_is_named():
         with pytest.raises(ValueError, match=rf"^The selector Own {said}"):
             selection(Own(answer), view)
     assert selection(Own(Selection(opened=opened, estimate=heads, upper=None)), view).opened is opened
-
-
-def test_signals_are_shown_with_their_units_one_column_a_sequence(signals):
-    several = signals(entropy=np.arange(12.0), blocks_read=3)
-    drawn = str(several._repr_html_())
-    [header, *rows] = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", drawn)]
-    assert header == ["signal", *"01234567", "unit"] and "The first 8 of 12 sequences." in drawn
-    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(Signals)]
-    assert ["entropy", *"01234567", "nats"] in rows and ["blocks_read", *"33333333", "blocks"] in rows
-    traced = []
-    jax.jit(lambda given: traced.append(given._repr_html_()))(several)
-    assert traced == [None]

@@ -1,7 +1,5 @@
 """Controllers: presets and what their laws decide over some tokens, numbers changed by name, tables in a notebook."""
 
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from et_jax.control.presets import PRESETS, preset
 from et_jax.control.priority import FCFS
 from et_jax.control.settings import adjusted
 from et_jax.control.switch import AsPrinted, Hysteresis
-from et_jax.control.temperature import Thermostat
 from et_jax.control.temperature_rules import Newton
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
@@ -81,24 +78,10 @@ def test_presets_are_made_of_what_their_documentation_says():
     [
         ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, ead, '),
         ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
-        (
-            "paper",
-            {"tau": 0.1},
-            'control "paper" has no tau; it has target_entropy, tolerance, min_blocks, window, min',
-        ),
-        ("ead_guarded", {"tau": float("nan")}, "tau is nan"),
-        ("entropyinfer", {"prefill_budget": 0}, "prefill_budget is 0; it must be from 1 to 536870912."),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
-        ("off", {"window": 3}, 'control "off" has no window; choose one of paper, guarded, certified, adaptive to set'),
-        ("off", {"warmth": 3}, 'control "off" has no warmth; it has none.'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
-        ("guarded", {"target_entropy": float("inf")}, "target_entropy is inf; it must be a finite number."),
-        ("paper", {"tolerance": float("inf")}, "tolerance is inf; it must be a finite number."),
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
         ("guarded", {"tolerance": -0.1}, "tolerance is -0.1; it must be 0 or above."),
-        ("guarded", {"min_blocks": -1}, "min_blocks is -1; it must be from 0 (off) to 536870912."),
-        ("guarded", {"window": -2}, "window is -2; it must be from 0 (off) to 536870912."),
-        ("guarded", {"min_context": -1}, "min_context is -1; it must be from 0 (off) to 536870912."),
         ("adaptive", {"min_context": 2**30}, "min_context is 1073741824; it must be from 0 (off) to 536870912."),
     ],
 )
@@ -164,16 +147,10 @@ ANOTHER = "which takes another program than the one loaded"
     ("made", "changes", "sentence"),
     [
         (preset("off"), {"tolerance": 0.1}, 'control "off" has no tolerance'),
-        (preset("ead"), {"tolerance": 0.1}, 'control "ead" has no tolerance; it has tau.'),
         (preset("entropyinfer", prefill_budget=512), {"prefill_budget": 256}, f"prefill_budget, {ANOTHER}"),
-        (preset("entropyinfer"), {"prefill_budget": 0.5}, "prefill_budget is 0.5; it must be a whole number"),
         (preset("paper", min_context=512), {"min_context": 0}, f"min_context, {ANOTHER}"),
-        (preset("paper"), {"min_context": 64}, f"min_context, {ANOTHER}"),
-        (preset("guarded"), {"warmth": 1.0}, 'control has no number "warmth" here; it has ceiling, cost, decay'),
         (preset("guarded"), {"target_entropy": 1.0}, f"target_entropy, {ANOTHER}"),
-        (preset("guarded"), {"min_blocks": 2.5}, "min_blocks is 2.5; it must be a whole number."),
         (preset("guarded"), {"min_blocks": 0}, f"min_blocks, {ANOTHER}"),
-        (preset("certified"), {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
         (preset("guarded"), {"sinks": 2**40}, "it must be a whole number of 32 bits"),
         (Controller(temperature_rule=Newton(2.0)), {"low": -1.0}, "Newton: low is -1.0; it must be above 0"),
         (Controller(law=lambda signals, state: state), {"gain": 1.0}, 'no number "gain" here; it has none.'),
@@ -183,30 +160,3 @@ def test_a_change_that_does_not_fit_is_refused_in_a_sentence(made, changes, sent
     with pytest.raises(UsageError) as refused:
         adjusted(made, changes)
     assert sentence in str(refused.value)
-
-
-# Tables and values of controllers.
-
-
-def test_controllers_of_the_same_values_are_the_same():
-    one, other = (Controller(law=Thermostat(2.0)) for _ in range(2))
-    assert len({one, other}) == 1 and one != Controller(law=Thermostat(2.5))
-    assert Controller(min_context=0) == Controller()
-
-
-def warm(signals, state):
-    return state
-
-
-def test_a_table_shows_parts_below_those_that_contain_them_and_functions_by_name():
-    def rows(controller: Controller) -> list[list[str]]:
-        drawn = re.findall("<tr>(.*?)</tr>", controller._repr_html_())
-        return [re.findall("<td[^>]*>(.*?)</td>", row)[-2:] for row in drawn]
-
-    shown = rows(preset("paper"))
-    at = shown.index(["RateLimited", "field tolerance, rise 0.0125, fall inf"])
-    assert shown[at + 1] == ["\xa0" * 4 + "Floored", "floor 0.1"]
-    assert ["warm", ""] in rows(Controller(law=warm))
-    seen = []
-    jax.jit(lambda controller: seen.extend(rows(controller)))(Controller(law=Thermostat(2.0)))
-    assert ["Thermostat", ", ".join(f"{n} float32[]" for n in ("target_entropy", "gain", "low", "high"))] in seen

@@ -4,13 +4,13 @@ import pytest
 from drawn_blocks import blocks
 
 from et_jax.control import select, view
-from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
+from et_jax.control.budget import ConstantBudget, EntropyBudget, MassBudget
 from et_jax.control.compression import Compression, named
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
 from et_jax.control.expected_error import ExpectedError
-from et_jax.control.experts import Entropy, Mass, TopK
-from et_jax.control.policies import AdaKV, PyramidKV, Streaming
+from et_jax.control.experts import TopK
+from et_jax.control.policies import PyramidKV
 from et_jax.control.view import mass
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -25,39 +25,22 @@ def one_number(view):
     [
         (lambda: ConstantBudget(tokens=0), "tokens is 0; it must be at least 1"),
         (lambda: EntropyBudget(floor=0.0), "floor is 0.0; it must be above 0 and at most 1"),
-        (lambda: EntropyBudget(cap=0.5), "cap is 0.5"),
-        (lambda: EntropyBudget(gain=float("nan")), "gain is nan"),
-        (lambda: EntropyBudget(segment=0), "segment is 0; it must be at least 1"),
         (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
-        (lambda: CertifiedBudget(left=-0.1), "left is -0.1"),
-        (lambda: MassBudget(dense_layers=-1), "dense_layers is -1"),
         (lambda: Compression(budget=32), "budget: got 32, wanted "),
         (lambda: Compression(budget=42).layout(4, (None,)), "budget: got 42, wanted "),
         (lambda: Compression(budget=64).layout(4, (None, 65)), "budget: got 64, wanted "),
-        (lambda: Compression(budget=64, window=0), "window: got 0, wanted "),
-        (lambda: Compression(budget=64, gap=-1), "gap: got -1, wanted "),
-        (lambda: Compression(budget=64, every=-1), "every: got -1, wanted "),
         (lambda: Compression(budget=64, pooling=4), "pooling: got 4, wanted "),
-        (lambda: AdaKV(floor=1.5), "floor: got 1.5, wanted "),
-        (lambda: AdaKV(most=0), "most: got 0, wanted "),
         (lambda: PyramidKV(steepness=0.5), "steepness: got 0.5, wanted "),
-        (lambda: Streaming(sinks=-1), "sinks: got -1, wanted "),
         (lambda: named("h2o", 64), "name: got .*h2o.*, wanted "),
         (lambda: TopK(0), "most: got 0"),
-        (lambda: Mass(1.5), "share: got 1.5"),
-        (lambda: Entropy(least=-0.1), "least: got -0.1"),
-        (lambda: Entropy(gate=2.0), "gate: got 2.0"),
-        (lambda: Entropy(scale=0.0), "scale: got 0.0"),
         (lambda: Controller(min_context=-1), "min_context: got -1, wanted 0"),
         (lambda: Controller(budget=5), "budget: got int, wanted a Budget or None"),
-        (lambda: Controller(refresh_every=0), "refresh_every: got 0, wanted at least 1"),
         (
             lambda: Controller(residual=True, refresh_every=2),
             "residual: unread blocks are weighed by this",
         ),
         (lambda: Controller(selector=3), "selector: got int, wanted a selector, a function, or a tuple of them"),
         (lambda: select.ActiveSet(look_every=0), "look_every is 0; it must be at least 1, or None"),
-        (lambda: select.ActiveSet(look_every=-1), "look_every is -1"),
         (lambda: select.ActiveSet(alpha=lambda view, share: share), "alpha must be a function of a view"),
         (
             lambda: select.ActiveSet(lambda view: view.middle),
@@ -65,7 +48,6 @@ def one_number(view):
         ),
         (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
         (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
-        (lambda: view.coded_mass(blocks(0).view), "no key codes"),
         (lambda: view.last_mass(blocks(0).view), "no last masses"),
         (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),
         (lambda: ExpectedError()(blocks(0).view), "no key codes, or no sensitivity"),

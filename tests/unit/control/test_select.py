@@ -116,14 +116,6 @@ def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(seed, sinks, wi
         assert likely[extra].min() >= likely[held & ~opened].max() * (1 - 1e-5)
 
 
-def test_guards_only_add_and_a_dense_selector_reads_all():
-    b = blocks(11, tolerance=0.4)
-    inner = np.asarray(compiled["certified"](b.view)) & b.held
-    assert np.all(np.asarray(select.Guarded(PROPORTIONAL["certified"])(b.view)) >= inner)
-    assert select.Guarded(select.Dense()).reads_all and np.all(select.Dense()(b.view))
-    assert not select.Guarded(select.Quest(2)).reads_all and not select.SinksWindow().reads_all
-
-
 BY_LAST = select.ActiveSet(contribution.mass, last_mass)
 by_last, by_greater = (jax.jit(one.choose) for one in (BY_LAST, select.ActiveSet(contribution.mass)))
 

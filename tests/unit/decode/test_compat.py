@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 from small_model import LENGTH, MODEL, OTHER
 
-from et_jax import evaluate, generate
 from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
@@ -160,23 +159,3 @@ def test_whatever_is_taken_together_has_an_effect(most):
             made[frozenset(chosen)] = found = shaped(settings)
             for i in chosen if found is not None else ():
                 assert made[frozenset(chosen) - {i}] != found, f"{choices[i][0]} does nothing beside {settings}"
-
-
-def test_the_command_line_says_it_in_flags(capfd, tmp_path):
-    output = tmp_path / "out.jsonl"
-    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
-    given, sentence = (
-        ["--draft-tokens", "4"],
-        "error: --draft-tokens is for drafts; set --draft to lookup, to self, or ",
-    )
-    for run, start in (
-        (generate.main, ["--prompt", "a"]),
-        (generate.main, ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]),
-        (evaluate.main, ["--task", "passkey"]),
-    ):
-        if run is evaluate.main:
-            given, sentence = ["--cache-policy", "latent"], "error: --cache-policy says what a --cache-budget keeps; "
-        assert run([*start, *given]) == 2
-        said = capfd.readouterr().err
-        assert said.startswith(sentence) and said.count("\n") == 1, said
-    assert not output.exists()

@@ -74,12 +74,6 @@ def test_a_draft_reads_those_the_first_that_each_head_holds_and_what_is_written_
     assert lists(nothing, 1, skipped) == [[2, 15, 16], [0, 15, 16]]
 
 
-@pytest.mark.parametrize("wrong", [{"mass": 0.0}, {"share": 0.0}, {"share": 1.1}])
-def test_a_share_is_one(wrong):
-    with pytest.raises(ValueError, match="wanted a share above 0, up to 1"):
-        Pruned(**wrong)
-
-
 @pytest.mark.parametrize(("context", "wants"), [(100, False), (60_000, True)])
 def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, wants):
     """So that the first step notes; by what the law was told last: of drafts that never held it wants none."""

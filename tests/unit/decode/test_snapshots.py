@@ -48,10 +48,8 @@ def test_every_bit_and_the_structure_come_back(saved, like):
     ("changes", "message"),
     [
         ({"values": jnp.zeros(6)}, r"values is float32\[5\] in it and float32\[6\] was asked for"),
-        ({"values": jnp.zeros(5, jnp.int32)}, r"values is float32\[5\] in it and int32\[5\] was asked for"),
         ({"parts": (jnp.uint32(0),)}, r"parts/1 is bool\[1, 2\] in it and absent was asked for"),
         ({"absent": jnp.zeros(2)}, r"absent is absent in it and float32\[2\] was asked for"),
-        ({"notes": {"clock": {"first": jnp.bfloat16(0)}}}, r"notes/clock/first is absent in it"),
     ],
 )
 def test_another_shape_is_told_before_anything_is_read(saved, changes, message):
@@ -113,16 +111,12 @@ def test_what_an_earlier_version_wrote_is_refused_by_name(saved):
     ("leaves", "message"),
     [
         ({}, "The tree holds no arrays; there is nothing"),
-        ({"a": None}, "The tree holds no arrays"),
         ({"a": np.float32(1), 1: np.float32(2)}, "a dictionary whose keys are of several kinds"),
         (jnp.ones(3), "A leaf alone is no tree; give it a name"),
         ({"a": {"b": 3}}, "a/b is of type int; give an array"),
-        ({"a": "x"}, "a is of type str; give an array"),
         ({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, "a is a ShapeDtypeStruct, which has no numbers"),
         ({"a": jax.random.key(0)}, "a is a typed random key; give its numbers"),
-        ({"a": np.array(["x"])}, "a holds <U1; give an array of numbers"),
         ({"a": np.arange(3)}, "a is int64, which JAX would cut to 32 bits"),
-        ({"a": np.arange(3.0)}, "a is float64, which JAX would cut to 32 bits"),
         ({"a": jnp.zeros((0, 3))}, r"a is empty, of shape \[0, 3\]; leave it out"),
     ],
 )
@@ -132,7 +126,7 @@ def test_a_leaf_that_cannot_come_back_bit_for_bit_is_refused(tmp_path, leaves, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "\ud800", "\0", "x" * 400, "a\nb", 3])
+@pytest.mark.parametrize("name", ["", "a/b", "\ud800", "x" * 400, 3])
 def test_a_leaf_may_have_any_name(tmp_path, name):
     given = {name: jnp.arange(3), "a": {"b": jnp.ones(2)}} if isinstance(name, str) else {name: jnp.arange(3)}
     snapshots.save(tmp_path / "tree", given)
@@ -160,11 +154,3 @@ def test_a_full_disk_leaves_nothing(tmp_path):
         r"UsageError \S+tree cannot be written \(.*\); make room, or choose another folder\.\n", done.stdout
     )
     assert not list(tmp_path.iterdir())
-
-
-def test_a_snapshot_of_another_layout_says_which_version_wrote_it(tmp_path, monkeypatch):
-    """The state had no numbers of laws before 0.2, and snapshots named no version."""
-    monkeypatch.setattr(snapshots, "version", lambda _: "0.1.7")
-    snapshots.save(tmp_path / "tree", {"a": jnp.ones(3)})
-    with pytest.raises(UsageError, match=r"by et_jax 0\.1\.7: b is absent in it and float32\[2\] was asked for"):
-        snapshots.restore(tmp_path / "tree", {"a": jnp.ones(3), "b": jnp.ones(2)})

@@ -9,7 +9,6 @@ import pytest
 
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file, replace_picture
-from et_jax.io.schema import read_bytes
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -24,11 +23,6 @@ def test_no_other_file_is_touched_and_permissions_stay(tmp_path):
     replace_file(tmp_path / "a", b"text")
     check_writable(tmp_path / "b")
     assert contents(tmp_path) == before | {"a": "text"} and (tmp_path / "a").stat().st_mode & 0o777 == 0o640
-
-
-def test_reading_makes_room_for_what_a_file_has_and_not_for_what_it_may_have(tmp_path):
-    (tmp_path / "a").write_bytes(b"all of it")
-    assert read_bytes(tmp_path / "a", 2**60) == b"all of it"
 
 
 def test_a_link_stays_and_points_to_the_new_text(tmp_path):

@@ -1,6 +1,5 @@
 """Plain values as HTML: nothing gets out of its place."""
 
-import math
 import re
 from html.parser import HTMLParser
 
@@ -61,20 +60,6 @@ def test_no_rule_of_the_style_reaches_outside_its_class():
     flat = re.sub(r"@media \(prefers-color-scheme:dark\)\{(.*?\})\}", r"\1", html.STYLE)
     selectors = [one for group in re.findall(r"([^{}]+)\{[^{}]*\}", flat) for one in group.strip().split(",")]
     assert selectors and not [one for one in selectors if f".{html.SCOPE}" not in one]
-
-
-def test_tokens_without_text_leave_a_mark_and_an_entropy_that_is_no_number_no_colour():
-    *spans, last = Read(html.coloured(["", "\n", " ", "a"], [0.0] * 3 + [math.nan])).spans
-    assert ["mark" in span["class"] for span in spans] == [True, True, False] and "class" not in last
-
-
-def test_steps_rise_with_entropy_by_its_root_up_to_the_greatest():
-    assert [html.step_of(4.0 * (i + 0.5) ** 2 / 100, 4.0) for i in range(10)] == list(range(10))
-    assert html.step_of(-1e-7, 1.0) == 0 and html.step_of(9.0, 4.0) == html.step_of(math.inf, 4.0) == 9
-    assert html.step_of(math.nan, 1.0) is None
-    assert html.top_of([]) == html.top_of([0.1, math.nan]) == 1.0  # nat, at the least
-    assert html.top_of([0.1, 5.5, math.inf]) == 5.5
-    assert "0.00" in html.scale(5.5) and "to 5.50" in html.scale(5.5)
 
 
 def test_a_long_text_is_cut_and_says_so():

@@ -1,7 +1,6 @@
 """Escapes go to terminals that take them, from all that shows progress; in a notebook one place is rewritten."""
 
 import fcntl
-import io
 import os
 import pty
 import struct
@@ -15,7 +14,6 @@ import pytest
 from et_jax.batch.progress import Progress
 from et_jax.io import cell
 from et_jax.io.bar import Bar
-from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.display import Status
 
 
@@ -74,13 +72,6 @@ def test_a_status_takes_one_row_and_leaves_none(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown = shown_by(show, monkeypatch, columns=10)
     assert shown == "\r\x1b[Kcompiling\r\r\x1b[K読み込み\r\r\x1b[K"  # nine cells, of which an ideograph takes two
-
-
-def test_without_a_known_width_there_are_eighty_columns_and_without_a_terminal_no_escapes():
-    here, there = pty.openpty()  # of no size
-    with open(there, "w") as terminal, open(here, "rb"):
-        assert fitted("a" * 100, terminal) == fitted("a" * 100, io.StringIO()) == "a" * 79
-    assert not takes_escapes(io.StringIO()) and not takes_escapes(None)
 
 
 def test_in_a_notebook_a_place_is_rewritten_ten_times_a_second_and_at_the_end(monkeypatch):

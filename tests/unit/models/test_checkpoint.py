@@ -46,7 +46,7 @@ PHI3 = dataclasses.replace(CONFIG, architecture="phi3", qkv_bias=False)
 EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"
 ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
-EXPERT, ROUTER = "model.layers.1.mlp.experts.2.down_proj.weight", "model.layers.1.mlp.gate.weight"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
 def random_params(config=CONFIG, dtype=jnp.float32):
@@ -156,13 +156,6 @@ def test_a_head_that_differs_from_the_tied_embedding_is_used_and_reported(tmp_pa
     assert said.endswith(f"but {HEAD} differs from it; {HEAD} is used as the head.")
 
 
-def test_a_head_of_another_shape_is_refused(tmp_path):
-    write_hugging_face(tmp_path, TIED, random_params(TIED))
-    change(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING][:-1].copy()}))
-    with pytest.raises(UsageError, match=rf"tensor {HEAD} has shape \[23, 16\] but \[24, 16\] by config.json"):
-        load(tmp_path)
-
-
 def zeros(*shape):
     return lambda _: np.zeros(shape, np.float32)
 
@@ -179,12 +172,8 @@ def as_int8(array):
         (CONFIG, BIAS, zeros(3), rf"{BIAS} has shape \[3\]"),
         (CONFIG, BIAS, as_int8, f"{BIAS} is stored as I8"),
         (CONFIG, "model.layers.0.self_attn.o_proj.bias", zeros(16), "no place"),
-        (CONFIG, "model.layers.2.input_layernorm.weight", zeros(16), "no place"),
         (MIXTURE, EXPERT, None, f"lack the tensor {EXPERT}; fetch the files again"),
-        (MIXTURE, EXPERT.replace(".2.", ".3."), zeros(9), "has no place in this qwen2_moe model"),
-        (MIXTURE, ROUTER, zeros(4, 16), r"gate.weight has shape \[4, 16\] but \[3, 16\]"),
         (PHI3, FUSED, None, f"lack the tensor {FUSED}"),
-        (PHI3, FUSED, zeros(3, 16), rf"{FUSED} has shape \[3, 16\] but "),
     ],
 )
 def test_a_tensor_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, config, name, alter, words):
@@ -195,13 +184,6 @@ def test_a_tensor_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path, mo
     with pytest.raises(UsageError, match=words) as refusal:
         load(tmp_path)
     assert str(refusal.value).endswith(".") and "\n" not in str(refusal.value)
-
-
-def test_an_unknown_dtype_and_a_folder_without_converted_weights_are_refused(folder):
-    with pytest.raises(UsageError, match="int8"):
-        load(folder, "int8")
-    with pytest.raises(UsageError, match="holds no converted weights"):
-        restore_converted(folder)
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "orbax/_METADATA", "orbax/d", "a bit"])
@@ -335,7 +317,6 @@ def test_sources_that_leave_out_or_repeat_a_row_are_refused():
         (split(a=(0, 4), b=(2, 6)), r"got \(4, 3\) of a, wanted shape \(2, 3\)"),
         (split(a=(0, 2)), "got no source of b"),
         (split(a=(0, 2), b=(1, 5)), r"rows \[\(0, 2\), \(1, 5\)\] of ab, wanted each of its 6 once"),
-        (split(a=(4, 6), b=(1, 5)), "wanted each of its 6 once"),
     ):
         with pytest.raises(ValueError, match=words):
             check_sources(given, shapes)
@@ -357,10 +338,8 @@ def moved(body: str, head: str):
     ("body", "head"),
     [
         ("", ""),
-        ("language_model.", ""),
         ("language_model.model.", "language_model."),
         ("model.language_model.", ""),
-        ("model.language_model.", "model.language_model."),
         ("_orig_mod.model.", "_orig_mod."),
     ],
 )
@@ -400,7 +379,6 @@ def test_a_base_model_of_every_family_is_read_if_tied(tmp_path, family):
 @pytest.mark.parametrize(
     ("alter", "words"),
     [
-        (lambda tensors: tensors.update({"norm.weight": np.zeros(16)}), "norm.weight has no place"),
         (
             lambda tensors: tensors.update({"tower.embed_tokens.weight": np.zeros(16)}),
             "tower.embed_tokens.weight has no",

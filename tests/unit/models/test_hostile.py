@@ -133,66 +133,42 @@ def without_tokenizer(file, content):
 
 FIELDS = {
     "num_attention_heads": ["4", -4, True],
-    "num_key_value_heads": [-2, 1.5],
     "hidden_size": [None, "big", 10**12],
     "head_dim": [-8, 0, "8", 7],
     "rope_theta": ["high", -1.0, 0, [1e4]],
-    "rms_norm_eps": ["1e-6", -1e-6, None],
     "eos_token_id": ["</s>", [1.5], -1, [[2]]],
-    "bos_token_id": ["<s>"],
     "rope_scaling": [[1], "linear"],
-    "partial_rotary_factor": ["half"],
     "logits_scaling": [-1],
     "attn_logit_softcapping": [0],
     "architectures": ["LlamaForCausalLM", [7], [["LlamaForCausalLM"]], {"a": 1}],
-    "sliding_window": ["8"],
     "layer_types": [[1, 2], ["linear_attention"] * 2],
     "num_hidden_layers": ["2", 0, 10**6, 10**9],
-    "vocab_size": [10**9],
     "max_position_embeddings": [10**18, None],
     "tie_word_embeddings": ["false"],
-    "torch_dtype": [32],
-    "dtype": [["float32"]],
-    "hidden_act": [["silu"]],
 }
 """Values that a field of config.json may not have: of a Llama, but for the fields of `OTHERS`."""
 OTHERS = {"logits_scaling": "Granite", "attn_logit_softcapping": "Gemma2"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-WINDOWED = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"}
 CONFIGS = [
     ("Llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
     ("Llama", {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "head_dim"),
-    ("Llama", {"rope_theta": 1e300}, "rope_theta"),
-    ("Llama", {"eos_token_id": 10**12}, "eos_token_id"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
-    ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ("Llama", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-    ("Llama", {"attention_bias": True}, "attention_bias is not supported"),
     ("Llama", {"quantization_config": {"bits": 4}}, "quantised by 'no known method' are not supported"),
     ("Llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_param"),
     ("Phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor gives no even part"),
-    ("Phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "needs 4 of short_factor"),
-    ("Phi3", {"rope_parameters": LONG | {"short_factor": [0.0] * 4}}, "short_factor"),
     ("Phi3", {"rope_parameters": LONG}, "needs original_max_position_embeddings"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers are 1 and the layers 2"),
-    ("SmolLM3", {"no_rope_layers": "1"}, "no_rope_layers"),
-    ("Mistral", {"sliding_window": -8}, "sliding_window is -8"),
     ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
-    ("Qwen2", WINDOWED, "max_window_layers is 'all'"),
     ("GPT2LMHead", {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
     ("none", {"architectures": None, "model_type": None}, "architecture 'none given' is not supported"),
-    ("none", {"architectures": None, "model_type": ["llama"]}, "model_type"),
 ]
 SCALINGS = [
     ({"type": "linear", "factor": "2"}, "factor is '2'"),
     ({"type": "linear"}, "needs a factor"),
-    ({"type": "yarn", "factor": -4.0}, "factor is -4.0"),
-    ({"type": ["linear"], "factor": 2.0}, "type"),
     ({"type": "dynamic", "factor": 2.0}, "rope_type dynamic"),
-    ({"type": "yarn", "factor": 2.0, "mscale": 1.0}, "mscale"),
     ({"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor"),
-    ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
     ({"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast"),
 ]
 CONFIGS += [("Llama", {"rope_parameters": scaling}, words) for scaling, words in SCALINGS]
@@ -219,7 +195,6 @@ def assert_one_sentence(refusal):
 SETTINGS = {
     "bos_token": [{}, 1, {"content": ["<s>"]}],
     "eos_token": [["</s>"]],
-    "add_bos_token": ["yes"],
     "added_tokens_decoder": [{"x": {"content": "a"}}, [1], {"1": None}],
     "chat_template": [7, [1], [{"template": "a"}], [{"name": "default", "template": None}]],
 }
@@ -228,13 +203,9 @@ PIPES += ["model.safetensors", "model.safetensors.index.json"]
 LARGE = {"config.json": 2**30, "chat_template.jinja": 2**30, "tokenizer.json": 2**34}
 DAMAGED = {
     "a header of 2^60 bytes": header({}, 2**60),
-    "a header of 99 MB": header({}, 99_000_000),
     "a header that is no JSON": header(b"\xff\xfe{}"),
-    "a header that is a list": header([]),
     "a negative shape": header(tensor(shape=[-4, 4])),
-    "a shape of 2^124": header(tensor(shape=[2**62, 2**62])),
     "offsets the wrong way": header(tensor(data_offsets=[64, 0])),
-    "offsets beyond the end": header(tensor(data_offsets=[0, 10**9])),
     "tensors that overlap": header({key: {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} for key in "ab"}),
     "a strange dtype": header(tensor(dtype="F7")),
 }
@@ -242,17 +213,12 @@ NAMES = [1, None, ["a"], "a" * 5000, "", ".", "a\0b"]
 BAD_TOKENIZERS = {
     "cut short": text("tokenizer.json", "{"),
     "without a model": text("tokenizer.json", "{}"),
-    "deep": text("tokenizer.json", '{"decoder":' * 5000),
     "no UTF-8": text("tokenizer.json", b'{"a": "\xff"}'),
     "an expression that is none": pattern("(a"),
     "an enormous id": words(w0=0, w1=2**31),
-    "a negative id": words(w0=0, w1=-1),
-    "an enormous added id": in_tokenizer(added_tokens=[{"id": 2**32 - 1, "content": "a", "special": True}]),
 }
 SLOW_EXPRESSIONS = ["(a+)+$", "([^a-z]|[0-9 ])+(?=~~)", r"(\s|\s)+x", "[a-z]*X"]
 CASES = {
-    "a text model is a list": (config(architectures=["Gemma3ForConditionalGeneration"], text_config=[]), "lack"),
-    "the depth is more than there is": (config(num_hidden_layers=1000), "lack the tensor model.layers"),
     "the vocabulary is another": (config(vocab_size=200_000), "by config.json"),
     # any JSON file
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
@@ -264,38 +230,25 @@ CASES = {
     "the config has an infinity": (text("config.json", '{"a": Infinity}'), "Infinity"),
     "the config has a long number": (text("config.json", '{"a": ' + "9" * 100_000 + "}"), "config.json"),
     "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
-    "the config is UTF-16": (text("config.json", '{"a": 1}'.encode("utf-16")), "config.json is not readable JSON"),
     "the config has half a character": (config(hidden_act="\ud800"), "half of a surrogate pair"),
-    "the config has a mark": (text("config.json", b"\xef\xbb\xbf{}"), "BOM"),
-    "the config is a list": (text("config.json", "[1]"), "config.json is not a JSON object"),
-    "the settings are cut short": (text("tokenizer_config.json", "{"), "not readable JSON"),
-    "the settings are null": (text("tokenizer_config.json", "null"), "not a JSON object"),
     **{f"{file} is a pipe": (instead(file, os.mkfifo), f"{file} is not a regular file") for file in PIPES},
     **{
         f"{file} is a folder": (instead(file, Path.mkdir), f"{file} is not a regular file")
         for file in ("config.json", *PIPES[-2:])
     },
-    "tokenizer.json is a folder": (instead("tokenizer.json", Path.mkdir), "tokenizer.json is not a regular file"),
     **{f"{file} is large": (large(file, size), f"{file} has {size} bytes") for file, size in LARGE.items()},
     # weights
     "the weights are empty": (text("model.safetensors", ""), "model.safetensors is truncated"),
     **{name: (edit, "truncated or damaged") for name, edit in DAMAGED.items()},
     "a header without tensors": (text("model.safetensors", struct.pack("<Q", 2) + b"{}"), "lack the tensor"),
-    "no data": (header(tensor(shape=[0, 4], data_offsets=[0, 0])), "model.safetensors"),
     "the weights are cut short": (cut(100), "truncated"),
-    "the weights lack their last byte": (cut(-1), "truncated"),
     "there are no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
     "there is only a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only pytorch_mod"),
-    "no weights but GGUF": (alone("model.gguf"), "config.json"),
     # the index
     **{f"the index names {name!r:.9}": (index({EMBEDDING: name}), "weight_map") for name in NAMES},
     "the index names what is not there": (index({EMBEDDING: "b.safetensors"}), "names b.safetensors, which is not in"),
-    "the index is a list": (index(["model.safetensors"]), "weight_map"),
-    "the index is empty": (index({}), "weight_map"),
     "the index leaves the folder": (index({EMBEDDING: "../model/model.safetensors"}), "leaves the folder"),
-    "the index leaves the folder by name": (index({EMBEDDING: "/model.safetensors"}), "leaves the folder"),
     "the index leaves the folder midway": (index({EMBEDDING: "a/../../b.safetensors"}), "leaves the folder"),
-    "the index leaves the folder elsewhere": (index({EMBEDDING: "..\\b.safetensors"}), "leaves the folder"),
     "the index names a pipe": (lambda f: (index({EMBEDDING: "p"})(f), os.mkfifo(f / "p")), "p is not a regular file"),
     "a tensor is held twice": (held_twice, f"{EMBEDDING} stands in"),
     # the tokenizer
@@ -305,9 +258,7 @@ CASES = {
         for value in values
     },
     "the map holds a list": (sets("special_tokens_map.json", bos_token=["<s>"]), "special_tokens_map.json"),
-    "the map is a list": (text("special_tokens_map.json", "[]"), "special_tokens_map.json is not a JSON object"),
     "a template file that is no UTF-8": (text("chat_template.jinja", b"\xff"), "chat_template.jinja"),
-    "end ids are text": (sets("generation_config.json", eos_token_id="2"), "eos_token_id is '2'"),
     "end ids are a hundred": (sets("generation_config.json", eos_token_id=list(range(100))), "end tokens"),
     **{f"a tokenizer: {name}": (edit, "tokenizer.json is not a readable") for name, edit in BAD_TOKENIZERS.items()},
     **{f"the tokenizer backtracks on {regex}": (pattern(regex), "tokenizer.json") for regex in SLOW_EXPRESSIONS},
@@ -315,16 +266,12 @@ CASES = {
         words(**{f"w{id}": id for id in range(100_000)}),
         "tokenizer.json knows",
     ),
-    "the tokenizer knows far less": (words(**{f"w{id}": id for id in range(5)}), "tokenizer.json knows"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
     "a tokenizer of ranks": (without_tokenizer("tokenizer.model", b"IQ== 0\nIg== 1\n"), "tiktoken"),
     "a tokenizer in GGUF": (without_tokenizer("tokenizer.model", b"GGUF\3\0\0\0"), "GGUF"),
-    "a tokenizer in JSON": (without_tokenizer("tokenizer.model", b'{"version": "1.0"}'), "tokenizer.json"),
     "a tokenizer of noise": (without_tokenizer("tokenizer.model", bytes(range(256)) * 9), "SentencePiece"),
-    "a tokenizer of nothing": (without_tokenizer("tokenizer.model", b""), "SentencePiece"),
     # the folder
     "the folder is empty": (alone(""), "has no config.json"),
-    "the folder holds orbax alone": (alone("orbax"), "config.json"),
     "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax has no checksums.json"),
 }
 

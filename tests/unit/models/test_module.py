@@ -11,7 +11,7 @@ from own_modules import Grouped, Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
 from et_jax.models import model
-from et_jax.models.module import ModuleConfig, forward, is_module
+from et_jax.models.module import ModuleConfig, forward
 from et_jax.models.module_reading import read_module
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -43,11 +43,6 @@ def test_with_plain_attention_it_is_the_module_itself_which_stays_as_it_was(kind
         own = own_logits(module, tokens)
         assert own.std() > 0.1
         np.testing.assert_allclose(row, own, rtol=0, atol=1e-5 * np.abs(own).max())
-
-
-def test_only_modules_are_modules():
-    assert is_module(Grouped(VOCABULARY, rngs=nnx.Rngs(0)))
-    assert not any(map(is_module, ("bundled", 5, None, nnx.Module, causal)))
 
 
 def config_of(**fields) -> ModuleConfig:

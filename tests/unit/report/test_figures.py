@@ -85,14 +85,6 @@ def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
     assert "7 of 12 drafted tokens accepted in 6 steps" in drawn.words
 
 
-def test_turns_of_two_models_cover_every_token_once() -> None:
-    completion = sample(100, switched=True)
-    columns = figure("Which model spoke", completion).columns
-    said = [who for start, end, who in zip(*columns.values(), strict=True) for _ in range(start, end)]
-    assert said == ["small model" if row.by_small else "model" for row in completion.trace]
-    assert all(one != other for one, other in zip(columns["said by"], columns["said by"][1:], strict=False))
-
-
 def test_what_did_not_happen_is_not_drawn() -> None:
     for row, absent in (
         ({"guard_rates": {"stability": 0.0}}, ["Drafts accepted", "Which model spoke", "Guards"]),
@@ -103,11 +95,3 @@ def test_what_did_not_happen_is_not_drawn() -> None:
     assert {one.title for one in of_completion(sample(5))} > {"Guards", *HEAT}
     words = figure("Blocks read", with_rows(*[{"attention_entropy": 0.25}] * 12)).words
     assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words
-
-
-def test_entropic_time_ends_where_the_run_ended() -> None:
-    completion = sample(4 * MOST_POINTS - 1)
-    columns = figure("Entropic time against cost", completion).columns
-    assert columns["entropic time (nats)"][-1] == pytest.approx(completion.entropic_time, rel=1e-4)
-    assert columns["cost (MB moved)"][-1] == pytest.approx(completion.cost / 1e6, rel=1e-4)
-    assert len(columns["cost (MB moved)"]) <= MOST_POINTS + 1

@@ -18,13 +18,11 @@ from samples import row as batch_row
 from samples import sample, traced, write
 
 from et_jax.errors import UsageError
-from et_jax.report.__main__ import main
 from et_jax.report.batch import write_batch_report
-from et_jax.report.notebook import _Page
 from et_jax.report.page import write_report
 from et_jax.report.plot import plot_trace
 from et_jax.report.trace import read_trace
-from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.completions import Completion, PromptRead, TokenTrace
 from et_jax.serve.totals import Totals
 from et_jax.types import replace
 
@@ -138,24 +136,6 @@ def test_every_field_of_a_batch_may_hold_anything(tmp_path: Path, step: int) -> 
     assert len(got) > 800 / step and got.count("page") > 60 / step
 
 
-def test_requests_that_differ_by_a_rounding_are_alike(tmp_path: Path) -> None:
-    rows = [batch_row(i, [sample(3)]) for i in range(2)]
-    for values, drawn in (((0.0, 1e-320), True), ((1.0, 1.0 + 2**-52), False), ((1e-300, 1e-300), False)):
-        for row, value in zip(rows, values, strict=True):
-            row["response"]["body"]["entropic"]["mean_entropy"] = value
-        figures = reported(tmp_path, rows)[1]["figures"].values()
-        assert any("nats a token" in figure["words"] for figure in figures) == drawn
-
-
-def test_an_answer_without_a_token_has_no_efficiency(tmp_path: Path) -> None:
-    empty = sample(3, trace=(), token_ids=(), text="")
-    rows = [batch_row(i, [one]) for i, one in enumerate((empty, sample(3), sample(4, seed=1)))]
-    page, data = reported(tmp_path, rows)
-    assert "least efficiency: 0 nats" not in page
-    words = [figure["words"] for figure in data["figures"].values()]
-    assert any(said.startswith("2 requests") and "nats a MB" in said for said in words)
-
-
 def by_hand(changes: dict[str, Any], own: dict[str, Any] | None = None) -> Completion:
     """A completion whose last token, and itself, have what no check of types has seen."""
     done = shortened()
@@ -217,13 +197,6 @@ def test_markup_is_shown_as_text_and_half_characters_as_marks(tmp_path: Path) ->
         assert "a\N{REPLACEMENT CHARACTER}b" in page
 
 
-def test_pictures_leave_gaps_and_refuse_what_no_run_has(tmp_path: Path) -> None:
-    for changes in (dict.fromkeys(FIGURES, math.nan) | {"attention_entropy": math.inf}, dict.fromkeys(FIGURES, 3e38)):
-        assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) == "page"
-    for changes in ({"text": None}, {"cost": 0.0}, {"entropy": 1e308}, {"blocks_held": 0}, {"top": ((1, 1e4),)}):
-        assert outcome(lambda c=changes: plot_trace(by_hand(c), tmp_path / "a.svg")) != "page"
-
-
 def test_any_text_is_in_a_picture_and_the_entropy_of_attention_where_it_is_known(tmp_path: Path) -> None:
     for texts, level in itertools.product(((), (" a\x00\x1bb\x0b", "\ud83d", "$x$ \\$ 中\r\n")), (0.5, None)):
         done = sample(len(texts))
@@ -234,19 +207,3 @@ def test_any_text_is_in_a_picture_and_the_entropy_of_attention_where_it_is_known
         ElementTree.parse(tmp_path / "picture.svg")
         drawn = "<!-- attention entropy -->" in (tmp_path / "picture.svg").read_text(encoding="utf-8")
         assert drawn == (level is not None and bool(texts))
-
-
-def test_a_stream_of_anything_is_drawn_or_refused() -> None:
-    for changes in ({"text": None}, {"entropy": math.nan}, {"text": "\ud800"}, {"reads": ((),)}, {"cost": -1.0}):
-        page = _Page()
-        page.take(TokenEvent(prompt_index=0, index=0, text="", trace=by_hand(changes).trace[-1], completion=None))
-        if outcome(page.drawn) == "page":
-            assert all(piece.encode() for piece in page.drawn())
-
-
-def test_a_model_that_cannot_be_looked_up_is_a_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for model in ("", "\x00", "~nobody-of-that-name/x", "x" * 5000, str(tmp_path), "/dev/null"):
-        source = traced(tmp_path / "trace.jsonl", model=model)
-        assert main([str(source), "-o", str(tmp_path / "page.html")]) == 0, model
-        said = capfd.readouterr().err
-        assert said.startswith("alternatives are told by their ids: ") and said.count("\n") == 1

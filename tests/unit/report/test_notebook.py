@@ -7,7 +7,6 @@ import nbformat
 import pytest
 
 import et_jax
-from et_jax.errors import UsageError
 from et_jax.io.cell import Area
 from et_jax.serve.completions import TokenEvent
 
@@ -68,14 +67,6 @@ def test_a_bar_and_a_stream_are_one_output_each_and_continuations_stand_below_on
     html = shown.data["text/html"]
     assert 0 < html.index("prompt 1, continuation 1") < html.index("prompt 1, continuation 2")
     assert html.count("It &lt;was&gt;") == 2 and "<was>" not in html
-
-
-def test_outside_a_notebook_and_for_no_stream_it_is_refused_in_a_sentence(monkeypatch):
-    with pytest.raises(UsageError, match=r"none runs this; start one \(pip install 'et_jax\[notebook\]'\)"):
-        et_jax.show(iter(()))
-    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
-    with pytest.raises(UsageError, match=r"events is .*; give what model.stream\(...\) returns."):
-        et_jax.show(iter("It was"))
 
 
 def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):

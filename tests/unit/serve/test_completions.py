@@ -1,9 +1,6 @@
 """Completions and what entropy and cost come to over several, by their definitions."""
 
-import dataclasses
 import math
-import re
-from html import unescape
 
 import pytest
 from hypothesis import given
@@ -52,30 +49,3 @@ def test_entropic_time_is_that_of_the_last_token_and_rates_are_the_worst():
     assert said["logprobs"] == [-0.25] and said["usage"] == {"prompt_tokens": 1, "completion_tokens": 1}
     none = completion([])
     assert (none.entropic_time, none.cost, none.efficiency, none.guard_rates, none.logprobs) == (0.0, 0.0, 0.0, {}, ())
-
-
-def texts(drawn: str) -> str:
-    """What a reader sees of HTML."""
-    return unescape(re.sub("<[^>]*>", "", drawn.partition("</style>")[2]))
-
-
-def test_a_notebook_shows_the_text_its_scale_and_its_figures():
-    rows = [
-        row(5, text="<b>", entropy=0.5, top=((7, math.log(0.25)),)),
-        row(6, text="", entropy=4.0, entropic_time=2.0, drafted=3, accepted=True),
-        row(7, text="\n", temperature=0.25, guard_rates={"stability": 0.5}),
-    ]
-    drawn = completion(rows)._repr_html_()
-    assert texts(drawn).startswith("a<b>\nentropy, nats: 0.00") and "to 4.00" in texts(drawn)
-    assert "3 tokens (length); entropic time 0.0 nats, cost 0.0 MB moved" in texts(drawn)
-    assert "read 50% of blocks, kept at least 1.000; 1 of 3 drafted tokens accepted; stability 50% of tokens" in texts(
-        drawn
-    )
-    assert re.findall('<span class="([^"]*)" title', drawn) == ["s3", "s9 mark", "s5 mark"]
-    titles = [unescape(title).splitlines() for title in re.findall('title="(.*?)"', drawn, re.DOTALL)]
-    assert titles[0][:3] == ["entropy 0.500 nats", "surprisal 0.500 nats", "temperature 1"]
-    assert titles[0][-1] == "token 7: 25.0%" and "a draft, accepted" in titles[1] and "temperature 0.25" in titles[2]
-    failed = dataclasses.replace(completion([]), finish_reason="error", error="It <fails>.")
-    assert texts(failed._repr_html_()).endswith("to 1.000 tokens (error)It <fails>.")
-    drawn = completion([row(5, text=" word", entropy=2.0)] * 2_100)._repr_html_()
-    assert len(drawn) < 400_000 and "100 more are not shown" in drawn

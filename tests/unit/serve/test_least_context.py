@@ -8,7 +8,7 @@ from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
 from et_jax.serve.config import EngineConfig, controller
-from et_jax.serve.min_context import MEASURED, NEVER, named, told, usual
+from et_jax.serve.min_context import MEASURED, NEVER, named, usual
 
 CHOOSING = [name for name, one in PRESETS.items() if "min_context" in knobs(one)]
 
@@ -36,12 +36,3 @@ def test_blocks_are_always_chosen_where_nothing_was_measured_and_by_a_preset_tha
     assert named("off", "cpu") == preset("off") == Controller()
     with pytest.raises(UsageError, match='control is "entropic"; choose one of off, paper'):
         named("entropic", "cpu")
-
-
-def test_settings_hold_the_name_and_find_its_laws_where_they_are_used(monkeypatch):
-    settings = EngineConfig(control="guarded")
-    assert settings.control == "guarded"
-    for platform, least in {"cpu": MEASURED["cpu"]["guarded"], "tpu": None}.items():
-        monkeypatch.setattr("et_jax.serve.config.platform", lambda platform=platform: platform)
-        assert settings.laws.min_context == least
-    assert told(4096) == "of sequences of at least 4096 tokens" and told(NEVER).startswith("never, ")

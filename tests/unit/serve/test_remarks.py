@@ -3,15 +3,11 @@
 import json
 import shutil
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import et_jax
 from et_jax.models.bundled import bundled_folder
-from et_jax.serve.config import EngineConfig
-from et_jax.serve.verdict import verdict
 
 
 @pytest.fixture
@@ -32,33 +28,9 @@ def loaded(folder, caplog, **settings):
         return model.describe(), [*caplog.messages], model
 
 
-def planned(described):
-    """The bytes of weights that were planned for."""
-    [size] = [f"{line.split()[1]} MB" for line in described if line.startswith("weights ")]
-    return size
-
-
 def ties(model):
     """Whether each model that the decoder runs has its embedding for a head."""
     return [vars(each)["tie_embeddings"] for each in model.decoder_config.models]
-
-
-def test_float16_weights_are_reported_where_they_become_float32(folder, caplog):
-    def half(tensors):
-        return {name: array.astype(np.float16) for name, array in tensors.items()}
-
-    assert loaded(folder, caplog)[1] == []
-    assert not any("(from float16" in line for line in verdict(EngineConfig(name=str(folder))))
-    rewrite(folder, half)  # config.json says bfloat16 still, as where a file was converted by itself
-    described, [said], model = loaded(folder, caplog)
-    assert f"{planned(described)} float32" in described[0]
-    assert said in described and "float16 weights are converted to float32" in said
-    assert model.decoder_config.dtype == jnp.float32
-    for dtype in ("bfloat16", "float32"):
-        assert loaded(folder, caplog, dtype=dtype)[1] == []
-    rewrite(folder, dict, torch_dtype="float16")
-    checked = verdict(EngineConfig(name=str(folder)))
-    assert any(line.startswith("weights in float32 (from float16; --dtype bfloat16 takes half)") for line in checked)
 
 
 def test_a_head_that_config_json_ties_is_reported_for_every_model(folder, caplog):

@@ -1,14 +1,9 @@
 """A sequence from its first token to its completion: pieces add up, every end has its reason, counts follow tokens."""
 
-import dataclasses
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_sequences import row, sequence, tokenizer
 
-from et_jax.control.presets import preset
-from et_jax.report.page import facts_of
 from et_jax.serve.sequence import Sequence, Status
 
 WORDS = "It was in the spring of that year that the café by the river was let \N{SNOWMAN} again."
@@ -70,12 +65,3 @@ def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
     fault = failed.fail("torn").completion
     assert fault is not None and (fault.finish_reason, fault.error, fault.text) == ("error", "torn", "")
     assert list(fault.token_ids) == tokens
-
-
-@pytest.mark.parametrize(("least", "said"), [(4096, "of sequences of at least 4096 tokens"), (0, None)])
-def test_the_length_from_which_blocks_are_chosen_is_told(least, said):
-    one = dataclasses.replace(sequence([5], limit=2), laws=preset("certified", min_context=least))
-    done = played(one, ids()[:2])[-1].completion
-    assert done.min_context == (least or None)
-    assert done.to_dict()["entropic"].get("min_context") == (least or None)
-    assert facts_of(done).get("blocks chosen") == said

@@ -113,9 +113,7 @@ def test_the_splits_share_no_word_no_key_and_no_passage():
     ("settings", "message"),
     [
         ({"task": "riddles"}, "There is no task"),
-        ({"depth": 1.5}, "depth is 1.5"),
         ({"length": 10}, "too short for this task; give it at least"),
-        ({"task": "line_retrieval", "length": 5}, "too short for a line"),
         ({"haystack": []}, "holds no sentence"),
         ({"num_pairs": 500}, "names for 501 keys"),
     ],

@@ -38,18 +38,12 @@ def process_of(template) -> Any:
     ("template", "words"),
     [
         ('{{ "a" * 10**10 }}', "too much memory"),
-        ("{{ messages | tojson(indent=10**9) }}", "too much memory"),
         ('{% for a in range(99999) %}{{ "abcdefghij" * 100 }}{% endfor %}', "more than 4194304 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deep"),
-        ("{{ 1" + "+1" * 20_000 + " }}", "calls itself too deep"),
         (r'{{ "\ud800" }}', "half of a surrogate pair"),
         (r'{{ raise_exception("\ud800\n" * 1000) }}', "refuses these messages"),
-        ("{{ 10 ** 100000 }}", "refuses these messages"),
         ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
-        ("{% include 'x' %}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
         ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{% if %}", "refuses these messages"),
         ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
@@ -177,7 +171,6 @@ def test_no_worker_outlives_a_process_that_is_killed_amid_a_render(tmp_path):
     ("messages", "words"),
     [
         ([{"role": "user", "content": {1, 2}}], "not plain JSON"),
-        ([{"role": "user", "content": b"Hi"}], "not plain JSON"),
         ([{"role": "user", "content": "\ud800"}], "surrogate"),
         ("Hi", "must be a mapping"),
     ],

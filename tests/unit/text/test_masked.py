@@ -1,7 +1,6 @@
 """Special tokens that a message spells: text by default, tokens where it is said."""
 
 import pytest
-import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_tokenizer import byte_fallback, byte_level, configure, sentencepiece_model
@@ -42,14 +41,6 @@ def test_special_tokens_are_read_where_it_is_said(folder, allowed, ends):
     task = read_task(entry, tokenizer, Defaults(params=SamplingParams(), allow_special_tokens=allowed))
     assert list(task.request.prompt) == ids
     assert tokenizer.eos_ids[0] in tokenizer.encode("a</s>b")  # a prompt is read with them
-
-
-def test_the_text_is_read_as_by_a_tokenizer_without_special_tokens(tmp_path):
-    folder = configure(byte_level(tmp_path / "model"), chat_template=PLAIN)
-    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    library.encode_special_tokens = True
-    expected = library.encode("[user] a</s>b", add_special_tokens=False).ids
-    assert load_tokenizer(folder).chat(said("a</s>b")) == [0, *expected, 1]
 
 
 def test_templates_that_look_at_the_words_see_what_they_saw(tmp_path):

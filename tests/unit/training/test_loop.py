@@ -59,16 +59,6 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     assert {f"accuracy/{task}" for task in TASKS} <= figures[-1].keys()
 
 
-def test_a_run_that_cannot_be_is_refused(settings, data, mixed_settings, mixed_data, tmp_path):
-    for each, (_, train, held_out), steps, others, words in (
-        (settings, data, None, {}, "either --steps or --minutes"),
-        (mixed_settings, mixed_data, 1, {}, "needs the tokenizer"),
-        (dataclasses.replace(settings, distilled=True), data, 1, {"tokenizer": data[0]}, "need a teacher"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            loop.train(each, train, held_out, tmp_path, steps, None, **others)
-
-
 def test_a_start_from_weights_is_those_weights(mixed_settings):
     params = loss.unstack(loop.initial_state(mixed_settings).params)
     state, done = loop.start_from(

@@ -11,7 +11,7 @@ from small_runs import EXPERTS, MIXED_VOCAB, VOCAB
 
 from et_jax.models.transformer import initialise
 from et_jax.softmax import Softmax
-from et_jax.training import card, loop, loss
+from et_jax.training import loop, loss
 
 
 def drawn_tokens(rows, length, vocab_size):
@@ -63,15 +63,6 @@ def test_hits_are_where_the_likeliest_token_of_the_plain_model_is_the_target(mix
     targets = jnp.where(jnp.arange(24) % 3 == 0, best, (best + 1) % MIXED_VOCAB)
     found = loss.hits(params, mixed_settings.model, inputs, targets)
     assert (found == (jnp.arange(24) % 3 == 0)).mean() > 0.9  # products in bfloat16 may swap the two likeliest
-
-
-def test_losses_of_a_card_are_means_over_positions_and_its_hours_those_of_resumed_runs(settings, data, tmp_path):
-    found = card.measure(loop.initial_state(settings).params, settings, data[2])
-    parts = [(end - begin) * loss for (begin, end), loss in found.by_position.items()]
-    assert sum(parts) / 32 == pytest.approx(found.per_token[32], rel=0.1)  # padding thins the last positions
-    minutes = (3.0, 45.0, 2.0, 30.0, 1.0, 15.0)
-    (tmp_path / "log.jsonl").write_text("".join(f'{{"minutes": {value}}}\n' for value in minutes))
-    assert card.hours(tmp_path / "log.jsonl") == 1.5
 
 
 def test_layers_of_several_kinds_are_those_of_the_plain_formula(settings):

@@ -41,14 +41,6 @@ def test_rows_are_novels_and_documents_whose_answers_weigh_most(mixed_data):
     assert (later.weights[:4] == 1).all()  # half, later
 
 
-def test_rows_are_drawn_anew_for_every_step_and_seed(mixed_data):
-    """That those of a step are the same whenever they are made: `test_loop.py`, by the losses of a resumed run."""
-    found = rows(mixed_data, 11)
-    for other in (rows(mixed_data, 12), rows(mixed_data, 11, seed=1)):
-        assert not np.array_equal(found.targets[:2], other.targets[:2])  # novels
-        assert not np.array_equal(found.targets[2:], other.targets[2:])  # tasks
-
-
 def test_a_share_of_tasks_that_is_no_whole_number_of_windows_comes_out_over_the_steps():
     a_quarter = Mixture(task_shares=((0, 0.25),))
     assert [a_quarter.num_novels(step, 2) for step in range(4)] == [2, 1, 2, 1]

@@ -2,8 +2,6 @@
 
 import pytest
 
-from et_jax.errors import UsageError
-from et_jax.training import recipe
 from et_jax.training.schedule import Curriculum, Schedule
 
 
@@ -29,16 +27,3 @@ def test_the_curriculum_grows_rows_and_falls_to_zero_at_its_end():
     steps = next(found for step in range(1000) if (found := plan.planned(step, 2.0, 300.0 - 2.0 * step)))
     assert steps == 150  # 300 seconds of 2
     assert all(plan.factor(step, None) == plan.factor(step, steps) for step in range(steps - 20))
-
-
-def test_a_recipe_grows_rows_beyond_2048():
-    grown = recipe.long_settings(longest=8192)
-    assert grown.model.max_positions == grown.window == 8192
-    assert grown.schedule.lengths[-3:] == (2048, 4096, 8192)
-    for name, longest, words in (
-        ("long", 5000, "choose 2048, 4096, 8192"),
-        ("long", 1024, "choose 2048, 4096, 8192"),
-        ("short", 8192, "belongs to --recipe long"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            recipe.settings(name, 0, longest)
