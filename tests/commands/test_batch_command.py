@@ -66,15 +66,6 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded_or_written(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "link"]
 
 
-def test_an_interrupt_before_the_first_line_says_how_to_resume(files, capfd, monkeypatch):
-    def interrupted(*_, **__) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine, "load", interrupted)
-    assert main(files) == 130
-    assert capfd.readouterr().err.endswith("run the same command again to resume\n")
-
-
 @pytest.mark.usefixtures("paper")
 def test_what_changes_answers_is_a_setting_and_the_same_settings_have_nothing_left_to_do(
     files, tmp_path, capfd, monkeypatch

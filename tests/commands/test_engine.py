@@ -9,11 +9,8 @@ import pytest
 from dense import dense_logits
 from places import GOLDEN
 
-from et_jax.control.presets import preset
-from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, write_calibration
 from et_jax.serve import engine
-from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -127,25 +124,6 @@ def calibrated(folder, to, **measured) -> engine.Model:
         (to / file.name).write_bytes(file.read_bytes())
     write_calibration(to, Calibration(**measured), {})
     return opened(to, max_num_seqs=3, prefill_batch=32)
-
-
-@pytest.mark.slow
-def test_adaptive_reads_by_the_measured_sensitivity_and_is_refused_without_one(folder, model, tmp_path):
-    c = model.config
-    even = np.full((c.num_layers, c.num_kv_heads, c.group_size), 0.05, np.float32)
-    measured = calibrated(folder, tmp_path, sensitivity=Table(even))
-    loose, careful = (preset("adaptive", tolerance=nats, window=16, min_blocks=1) for nats in (1.0, 1e-6))
-    prompt = list(range(5, 5 + min(200, measured.max_model_len - 20)))
-    few, most = (
-        sum(row.blocks_read for row in measured.generate(prompt, max_tokens=12, seed=5, control=one)[0].trace)
-        for one in (loose, careful)
-    )
-    assert few < 0.8 * most
-    said = "has no measured sensitivity of its heads, which this control goes by; measure it with scripts/calibrate.py"
-    with pytest.raises(UsageError, match=said):
-        model.generate(ONCE, control="adaptive")
-    with pytest.raises(UsageError, match=said):
-        opened(folder, max_num_seqs=3, control="adaptive")
 
 
 @pytest.mark.slow

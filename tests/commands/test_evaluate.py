@@ -4,7 +4,6 @@ import errno
 import gzip
 import json
 import os
-import re
 import signal
 import time
 from collections import Counter
@@ -75,23 +74,6 @@ def test_answers_are_counted_and_shares_read_are_those_of_the_trace(asked):
     assert summary == [(task, depth, float(task == "passkey" and depth == 0.5), 2) for task, _, depth in depths]
     [line] = [line for line in told_of.table(answers).splitlines() if line.startswith("passkey") and " 400" in line]
     assert line.split()[1:5] == ["400", "2/6", "0.333", "50%"] and line.endswith("0.00: 0.00  0.50: 1.00  1.00: 0.00")
-    drawn = answers._repr_html_()  # as a notebook shows it
-    rows = [re.findall("<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall("<tr>(.*?)</tr>", drawn)]
-    figures, depths = ["0.5", "0.6", "0.25", "1", "0.5"], ["at 0.00", "at 0.50", "at 1.00"]
-    assert rows[0] == ["task", "length", "right", "read", "bytes", "held", "model", "agreed", *depths]
-    assert rows[1] == ["single_key", "200", "0 of 6", *figures, "0", "0", "0"]
-    assert rows[4] == ["passkey", "400", "2 of 6", *figures, "0", "1", "0"]
-    assert len(rows) == 5 and told_of.Answers()._repr_html_().count("<tr>") == 1
-
-
-def test_what_was_left_out_is_told_where_there_is_something(asked):
-    reader = Reader({})
-    reader.prompt_read = PromptRead(blocks_read=3.0, blocks_held=12.0, mass_kept=0.9)
-    lines = [line.split()[4:11] for line in told_of.table(asking.evaluate(reader, asked)).splitlines()]
-    assert lines[0] == ["read", "bytes", "prompt", "mass", "held", "model", "agreed"]
-    assert all(line == ["50%", "60%", "25%", "90%", "25%", "100%", "50%"] for line in lines[1:])
-    reader.prompt_read = PromptRead(blocks_read=0.0, blocks_held=0.0, mass_kept=None)
-    assert told_of.table(asking.evaluate(reader, asked)).split()[4:9] == ["read", "bytes", "held", "model", "agreed"]
 
 
 def test_a_model_is_asked_greedily_for_one_token_more_than_the_answer_has(asked):

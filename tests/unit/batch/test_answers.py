@@ -5,7 +5,7 @@ from typing import Any
 
 from stand_in import Letters, completion, trace
 
-from et_jax.batch.answers import answer_row, error_row
+from et_jax.batch.answers import answer_row
 from et_jax.batch.tasks import Entry, Task
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -93,9 +93,3 @@ def test_logprobs_of_a_chat_and_of_a_completion():
         "top_logprobs": [{"x": -0.5, "\ufffd": -9999.0}, {}],
         "text_offset": [0, 1],
     }
-
-
-def test_an_error_row_names_its_line():
-    error = {"code": "failed", "message": "It is bad.", "line": 3}
-    expected = {"id": "batch_req_12", "custom_id": "a", "response": None, "error": error}
-    assert error_row(ENTRY, "failed", "It is bad.") == expected

@@ -187,11 +187,3 @@ def test_an_input_that_is_removed_is_read_on_if_it_was_open(tmp_path):
         source.unlink()
         with pytest.raises(UsageError, match=r"in\.jsonl cannot be read \(No such file"):
             run(PaperModel(), source, journal, DEFAULTS, summary)
-
-
-def test_the_summary_names_the_fields_that_were_ignored_once(tmp_path: Path) -> None:
-    lines = [line | {"verbosity": "low", "model": "any"} for line in numbered(3)]
-    source = write(tmp_path, *lines, {"prompt": "It was", "id": "last", "service_tier": "flex"})
-    assert "; ignored: service_tier, verbosity]" in str(serve(source)[0])
-    assert "; ignored: service_tier, verbosity]" in str(serve(source)[0])  # of lines that have their rows
-    assert "ignored" not in str(Summary())

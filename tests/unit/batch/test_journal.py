@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from et_jax.batch import journal as journals
-from et_jax.batch.journal import check_files, open_journal
+from et_jax.batch.journal import open_journal
 from et_jax.batch.manifest import manifest_path
 from et_jax.errors import UsageError
 
@@ -100,17 +100,6 @@ def test_a_refused_job_leaves_its_output_as_it_was(tmp_path):
         with pytest.raises(UsageError, match=r"manifest\.json is not a regular file"):
             begin(path)
         assert path.exists() == there
-
-
-@pytest.mark.parametrize(
-    ("output", "words"),
-    [(".", "not a regular file"), ("link", "the input itself"), ("out.parquet", r"name it \.jsonl")],
-)
-def test_what_cannot_be_an_output_is_refused(tmp_path, output, words):
-    (tmp_path / "in.jsonl").write_text("{}")
-    (tmp_path / "link").symlink_to("in.jsonl")
-    with pytest.raises(UsageError, match=words):
-        check_files(tmp_path / "in.jsonl", tmp_path / output)
 
 
 def test_a_row_the_disk_takes_half_of_is_cut_off(tmp_path, monkeypatch):

@@ -1,13 +1,11 @@
 """Lines of an input: numbered, bounded, and named by their content."""
 
-import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from et_jax.batch.lines import MAX_LINE_BYTES, read_lines
-from et_jax.errors import UsageError
 
 
 def lines_of(path: Path, data: bytes) -> list[tuple[int, bytes | None]]:
@@ -45,12 +43,3 @@ def test_a_long_line_is_passed_over_in_pieces_and_its_digest_sees_all_of_it(tmp_
         assert peak < 3 * MAX_LINE_BYTES
         digests.append(long.digest)
     assert digests[0] != digests[1]
-
-
-def test_files_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="cannot be read"):
-        list(read_lines(tmp_path / "absent"))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "in.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UsageError, match=r"pip install 'et_jax\[parquet\]'"):
-        list(read_lines(tmp_path / "in.parquet"))

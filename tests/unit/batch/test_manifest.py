@@ -1,7 +1,6 @@
 """The manifest: what it says of a command that differs, and what it refuses to be read as one."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ def refusal(path: Path, **changes: Any) -> str:
     [
         ({"max_num_seqs": 4}, ["--max-num-seqs was 8 and is 4"]),
         ({"page_size": 16}, ["--page-size was not given and is 16"]),
-        ({"chat": True}, ["--chat was off and is on"]),
         ({"system_prompt": "x" * 5000}, ["xxxx..."]),
         ({"system_prompt": "\x1b[2J"}, [r"\u001b[2J"]),
         (
@@ -69,15 +67,6 @@ def test_what_is_no_manifest_is_left_alone(tmp_path):
             begin(output, *rows)
             manifest_path(output).write_bytes(data)
             assert ".manifest.json is no manifest of a job; choose another --output" in refusal(output)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_is_not_waited_for(tmp_path, make):
-    begin(tmp_path / "out", "a")
-    manifest_path(tmp_path / "out").unlink()
-    make(manifest_path(tmp_path / "out"))
-    with pytest.raises(UsageError, match="is not a regular file"):
-        begin(tmp_path / "out")
 
 
 def test_a_manifest_of_another_version_is_refused_where_there_are_rows(tmp_path):

@@ -32,23 +32,6 @@ def test_files_of_a_folder_go_to_files_of_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "source", "output", "words"),
-    [
-        ([], "in", "out", "names no file; give --input a folder"),
-        (["in/a"], "in", "file", "is not a folder; name one for the outputs of 1 shards"),
-        (["in/a"], "in/*", "in", "is the folder of the input"),
-        (["in/a", "in/a.jsonl"], "in", "out", r"two shards whose output is a\.jsonl; rename one"),
-    ],
-)
-def test_what_names_no_shards_is_refused(tmp_path, files, source, output, words):
-    (tmp_path / "in").mkdir()
-    for file in (*files, "file"):
-        (tmp_path / file).write_text("x")
-    with pytest.raises(UsageError, match=words):
-        shards(str(tmp_path / source), tmp_path / output)
-
-
-@pytest.mark.parametrize(
     ("given", "expected", "platform"),
     [
         ({}, {"CPU": 1.0}, "cpu"),
@@ -61,20 +44,6 @@ def test_resources_are_amounts_by_name(given, expected, platform):
     checked = cluster.check_resources(given)
     assert checked == expected
     assert cluster.platform_of(checked) == platform
-
-
-@pytest.mark.parametrize(
-    ("ask", "given", "said"),
-    [
-        (cluster.check_resources, [], "must be amounts by name"),
-        (cluster._check_joins, "head", "it must be the host:port of a cluster's head"),
-        (cluster._check_joins, "ray://head:10001", "it must be the host:port of a cluster's head"),
-        (cluster._check_joins, "127.0.0.1:1", r"No Ray cluster answers at 127\.0\.0\.1:1 \(.*refused\)"),
-    ],
-)
-def test_other_resources_and_addresses_are_refused(ask, given, said):
-    with pytest.raises(UsageError, match=said):
-        ask(given)
 
 
 def nodes(*held: dict[str, float]) -> Any:

@@ -1,8 +1,6 @@
 """How a command ends: one sentence and a number, whatever it was given and wherever it writes, in any encoding."""
 
-import argparse
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -26,18 +24,6 @@ def test_streams_and_arguments_that_hold_no_text_are_refused(line, prompt, words
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
-
-
-def test_a_system_without_another_thread_is_told(monkeypatch, capfd):
-    def none(*_):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", none)
-        assert command.run(argparse.ArgumentParser, lambda *_: 0, [], texts=()) == command.FAILED
-    assert command.run(argparse.ArgumentParser, none, [], texts=()) == command.FAILED
-    said = "error: The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."
-    assert capfd.readouterr().err.splitlines() == [said] * 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to write to")

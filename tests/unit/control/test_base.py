@@ -23,7 +23,7 @@ from et_jax.control.base import (
 from et_jax.control.clock import FallClock, RecordClock
 from et_jax.control.guards import Saturation
 from et_jax.control.priority import EntropyDrift
-from et_jax.control.selector import MaskSelector, Selection, Selector, selection
+from et_jax.control.selector import MaskSelector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.temperature import Fixed, Thermostat
 from et_jax.types import Number, replace, value
@@ -119,18 +119,3 @@ def test_a_selector_that_returns_no_mask_and_no_selection_is_named():
 
         with pytest.raises(ValueError, match=rf"own returns {said}; it must be bool\[10\]\.$"):
             MaskSelector(own)(view)
-
-    class Own(Selector):
-        def __init__(self, answer) -> None:
-            self.choose = lambda view: answer
-
-    opened, heads = view.start >= 0, jnp.zeros((2, 10))
-    for said, answer in {
-        "chooses None; its choose must return a Selection": None,
-        r"chooses bool\[10\]; its choose must return a Selection": opened,
-        r"opens bool\[2\]; it must be bool\[10\]": Selection(opened=opened[:2], estimate=heads[:, :2], upper=None),
-        r"estimates float32\[1, 10\]; it must be float32": Selection(opened=opened, estimate=heads[:1], upper=None),
-    }.items():
-        with pytest.raises(ValueError, match=rf"^The selector Own {said}"):
-            selection(Own(answer), view)
-    assert selection(Own(Selection(opened=opened, estimate=heads, upper=None)), view).opened is opened

@@ -4,17 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from et_jax.control import contribution, guards, select
-from et_jax.control.budget import EntropyBudget
+from et_jax.control import guards
 from et_jax.control.controller import Controller
-from et_jax.control.entropy import ExactEstimator, TailCorrectedEstimator
-from et_jax.control.expected_error import ExpectedError
 from et_jax.control.experts import Mass
-from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.presets import PRESETS, preset
 from et_jax.control.priority import FCFS
 from et_jax.control.settings import adjusted
-from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.control.temperature_rules import Newton
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
@@ -57,31 +52,13 @@ def test_a_threshold_prunes_only_what_the_entropy_calls_certain(signals, state, 
     np.testing.assert_allclose([start.tolerance, *found], wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_presets_are_made_of_what_their_documentation_says():
-    active = select.ActiveSet(contribution.relative_influence, look_every=64)
-    proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
-    inner = {"paper": active, "guarded": active, "certified": proved, "adaptive": ExpectedError()}
-    for name in PRUNING:
-        made, printed = preset(name, min_blocks=14, window=48, min_context=100), name == "paper"
-        assert made.selector == select.Guarded(inner[name], sinks=0 if printed else 16, window=48, min_blocks=14)
-        assert made.estimator == (TailCorrectedEstimator() if printed else ExactEstimator())
-        assert made.min_context == 100 and made.residual == (name in ("certified", "adaptive"))
-    assert (preset("ead", tau=0.5).switch, preset("ead_guarded", tau=0.5).switch) == (AsPrinted(0.5), Hysteresis(0.5))
-    assert preset("certified", window=None) == preset("certified") != preset("certified", tolerance=0.1)
-    for tokens, segment in ((2, 1), (512, 128), (4096, 512)):
-        budget = EntropyBudget(tokens=tokens, segment=segment, dense_until=2 * tokens)
-        assert preset("entropyinfer", prefill_budget=tokens) == Controller(budget=budget)
-
-
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
         ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, ead, '),
-        ("ead", {"window": 3}, 'control "ead" has no window; it has tau.'),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
-        ("guarded", {"tolerance": -0.1}, "tolerance is -0.1; it must be 0 or above."),
         ("adaptive", {"min_context": 2**30}, "min_context is 1073741824; it must be from 0 (off) to 536870912."),
     ],
 )
@@ -146,12 +123,10 @@ ANOTHER = "which takes another program than the one loaded"
 @pytest.mark.parametrize(
     ("made", "changes", "sentence"),
     [
-        (preset("off"), {"tolerance": 0.1}, 'control "off" has no tolerance'),
         (preset("entropyinfer", prefill_budget=512), {"prefill_budget": 256}, f"prefill_budget, {ANOTHER}"),
         (preset("paper", min_context=512), {"min_context": 0}, f"min_context, {ANOTHER}"),
         (preset("guarded"), {"target_entropy": 1.0}, f"target_entropy, {ANOTHER}"),
         (preset("guarded"), {"min_blocks": 0}, f"min_blocks, {ANOTHER}"),
-        (preset("guarded"), {"sinks": 2**40}, "it must be a whole number of 32 bits"),
         (Controller(temperature_rule=Newton(2.0)), {"low": -1.0}, "Newton: low is -1.0; it must be above 0"),
         (Controller(law=lambda signals, state: state), {"gain": 1.0}, 'no number "gain" here; it has none.'),
     ],

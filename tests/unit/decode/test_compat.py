@@ -11,7 +11,6 @@ from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
-from et_jax.control.experts import TopK
 from et_jax.control.presets import preset
 from et_jax.control.select import ActiveSet, Quest
 from et_jax.control.switch import AsPrinted
@@ -36,24 +35,16 @@ def sized(**settings: Any) -> DecoderConfig:
 TURNS = {"control": "ead", "small": "bundled-small"}
 REFUSED = [
     ({"draft": "bundled-small", "control": "ead"}, "draft is for one model, and this control has two take turns;"),
-    ({"draft": "lookup", "control": "ead_guarded"}, "draft is for one model, and this control has two take turns;"),
-    ({"draft": "lookup", **TURNS}, "draft is for one model, and this control has two take turns;"),
     ({"draft": "lookup", "small": "bundled-small"}, "draft is for one model, and small for two that take turns;"),
     ({"draft": "lookup", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
-    ({"draft": "bundled-small", "control": "guarded"}, "draft guesses tokens ahead"),
     ({"draft": "lookup", "control": SETS_TOLERANCE}, "draft guesses tokens ahead"),
     ({"draft": "lookup", "control": Controller(selector=Quest(2), refresh_every=4)}, "draft guesses tokens ahead"),
-    ({"draft": "lookup", "control": Controller(selector=ActiveSet())}, "draft guesses tokens ahead"),
     ({"draft_tokens": 8}, "draft_tokens is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft_length": "fixed"}, "draft_length is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft": "lookup", "draft_share": 0.1}, "draft_share is for a model that drafts for itself; set draft to self."),
-    ({"draft": "self", **TURNS}, "draft is for one model, and this control has two take turns;"),
-    ({"draft": "self", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
     ({"draft": "lookup", "experts": "entropy"}, "draft guesses tokens ahead, and by this rule for experts one token"),
     ({"expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass or entropy."),
-    ({"experts": "top_k", "expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass"),
     ({"experts": "mass"}, "A rule for experts is for mixtures of them, and this model is none; leave experts out."),
-    ({"control": Controller(experts=TopK(1))}, "A rule for experts is for mixtures of them, and this model is none;"),
     ({"control": "ead"}, "This control switches between two models; name the other one by small."),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), budget=LAW)}, "This control has a prefill budget and swi"),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll))}, "This control switches"),
@@ -66,13 +57,11 @@ REFUSED = [
         "cache_budget is a Compression, which has a poli",
     ),
     ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages"),
-    ({"cache_budget": 36, "draft": "lookup+bundled-small"}, "cache_budget forgets what a second model has in the same"),
     ({"cache_budget": 36, **TURNS}, "cache_budget forgets what a second model has in the same pages, and small names"),
     ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget forgets tokens"),
     ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget forgets tokens that"),
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control chooses blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
-    ({"cache_budget": 36, "max_model_len": 36}, "cache_budget keeps 36 tokens and max_model_len is 36"),
     ({"cache_budget": 36, "cache_policy": "adakv"}, "cache_budget keeps 72 tokens and max_model_len is 64"),
     (
         {"prefill_batch": 64, "control": "entropyinfer"},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from small_model import OTHER, PAGE, configuration
+from small_model import PAGE, configuration
 
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
@@ -37,7 +37,6 @@ def test_scales_of_8_bits_are_split_by_heads_and_what_has_none_by_nothing():
     ("changes", "told"),
     [
         ({"draft": Drafting(most=3)}, "draft"),
-        ({"draft": Drafting(most=3, drafter=None), "others": (OTHER,)}, "draft and others"),
         ({"compression": named("latent", 16, window=6, gap=3)}, "compression"),
         ({"quantize": "int8"}, "quantize"),
         ({"controller": BUDGETED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget"),

@@ -47,7 +47,6 @@ def test_every_bit_and_the_structure_come_back(saved, like):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"values": jnp.zeros(6)}, r"values is float32\[5\] in it and float32\[6\] was asked for"),
         ({"parts": (jnp.uint32(0),)}, r"parts/1 is bool\[1, 2\] in it and absent was asked for"),
         ({"absent": jnp.zeros(2)}, r"absent is absent in it and float32\[2\] was asked for"),
     ],
@@ -101,16 +100,9 @@ def test_a_damaged_snapshot_is_refused(saved, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_an_earlier_version_wrote_is_refused_by_name(saved):
-    (saved / "checksums.json").unlink()
-    with pytest.raises(UsageError, match=r"an earlier et_jax wrote it, which kept no checksums"):
-        snapshots.restore(saved, tree())
-
-
 @pytest.mark.parametrize(
     ("leaves", "message"),
     [
-        ({}, "The tree holds no arrays; there is nothing"),
         ({"a": np.float32(1), 1: np.float32(2)}, "a dictionary whose keys are of several kinds"),
         (jnp.ones(3), "A leaf alone is no tree; give it a name"),
         ({"a": {"b": 3}}, "a/b is of type int; give an array"),

@@ -18,7 +18,6 @@ from et_jax.decode.step import choose
     ("changes", "message"),
     [
         ({"batch": 1}, "batch: got 1, wanted 2 to num_slots = 3"),
-        ({"batch": 4}, "batch: got 4"),
         ({"prefill_batch": 6}, "prefill_batch: got 6, wanted a multiple of chunk = 8"),
         ({"chunk": 6}, "chunk: got 6, wanted a multiple of page_size = 4"),
         ({"controller": Controller(selector=(even_blocks,))}, "got 1 selectors, wanted one per layer: 2"),

@@ -31,11 +31,6 @@ def test_a_signature_is_the_one_that_python_makes(package, made):
         assert told[name].kind.name.upper() == parameter.kind.name
 
 
-def test_a_field_is_shown_once(package):
-    assert "gain" not in package["control.temperature.Thermostat"].members
-    assert "entropy" not in package["control.base.Signals"].members
-
-
 def test_other_prose_stays_as_it_is():
     listed = builder("habits").listed
     prose = "Return it.\n\nof which\nraw: of the model's own.\n\nNote: no parameter."

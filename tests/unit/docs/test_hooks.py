@@ -1,6 +1,5 @@
 """What the site shows beside docs/: one source for each page, and links that lead to the pages of their files."""
 
-import json
 import re
 from types import SimpleNamespace
 
@@ -8,37 +7,6 @@ import pytest
 from site_here import ROOT, builder
 
 import et_jax
-
-
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    """Return an empty repository that the hooks take for theirs."""
-    hooks = builder("hooks")
-    monkeypatch.setattr(hooks, "ROOT", tmp_path)
-    for found in (hooks.modules, hooks.notebooks):
-        found.cache_clear()
-    yield tmp_path
-    for found in (hooks.modules, hooks.notebooks):
-        found.cache_clear()
-
-
-def notebook(path, *sources, output=None):
-    cells = [{"cell_type": "code", "source": source, "outputs": [output] if output else []} for source in sources]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"cells": cells}))
-    return path
-
-
-def test_a_notebook_is_shown_as_it_ran(repository):
-    notebook(repository / "notebooks/control.ipynb", ["a = 1\n", "a"])
-    ran = notebook(repository / "build/notebooks/control.ipynb", "a = 1\na", output="1")
-    assert builder("hooks").notebooks() == {"notebooks/control.ipynb": ran}
-
-
-def test_a_notebook_that_has_changed_since_is_shown_bare(repository):
-    bare = notebook(repository / "notebooks/control.ipynb", "a = 2")
-    notebook(repository / "build/notebooks/control.ipynb", "a = 1", output="1")
-    assert builder("hooks").notebooks() == {"notebooks/control.ipynb": bare}
 
 
 def shown(page: str, markdown: str) -> str:

@@ -60,12 +60,3 @@ def test_no_rule_of_the_style_reaches_outside_its_class():
     flat = re.sub(r"@media \(prefers-color-scheme:dark\)\{(.*?\})\}", r"\1", html.STYLE)
     selectors = [one for group in re.findall(r"([^{}]+)\{[^{}]*\}", flat) for one in group.strip().split(",")]
     assert selectors and not [one for one in selectors if f".{html.SCOPE}" not in one]
-
-
-def test_a_long_text_is_cut_and_says_so():
-    drawn = html.coloured(["word "] * 10_000, [1.0] * 10_000)
-    assert len(drawn) < 300_000
-    assert Read(drawn).text.endswith("The first 2,000 of 10,000 tokens; 8,000 more are not shown.")
-    read = Read(html.coloured(["c"], [0.0], before="a" * 1500 + "b" * 2000))
-    assert read.text == "[1,500 characters] …" + "b" * 2000 + "c"
-    assert "not shown" not in html.coloured(["a"] * html.MOST_TOKENS, [1.0] * html.MOST_TOKENS)

@@ -374,27 +374,3 @@ def test_a_base_model_of_every_family_is_read_if_tied(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": False}))
     with pytest.raises(UsageError, match=f"no output head .* take the files of {family.class_name}, or"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("alter", "words"),
-    [
-        (
-            lambda tensors: tensors.update({"tower.embed_tokens.weight": np.zeros(16)}),
-            "tower.embed_tokens.weight has no",
-        ),
-        (moved("a.model.", "b."), None),
-        (
-            lambda t: [moved("a.", "")(t), t.update({"b.embed_tokens.weight": np.zeros(1)})],
-            f"lack the tensor {EMBEDDING}",
-        ),
-        (lambda t: [moved("a.", "")(t), t.update({"model.norm.weight": np.zeros(16)})], "are one tensor"),
-    ],
-)
-def test_names_of_two_models_are_not_mixed(folder, alter, words):
-    change(folder, alter)
-    if words is None:
-        assert_same_bits(load(folder)[1], random_params())
-        return
-    with pytest.raises(UsageError, match=words):
-        load(folder)

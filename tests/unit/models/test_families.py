@@ -64,21 +64,6 @@ def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
 
 
 @pytest.mark.parametrize(
-    ("words", "architectures"),
-    [
-        ("linear attention", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForConditionalGeneration"]),
-        ("layers that share one cache", [f"Gemma{name}ForConditionalGeneration" for name in ("3n", "4")]),
-        ("into a latent", ["DeepseekV3ForCausalLM"]),
-        ("more than text", ["LlavaForConditionalGeneration"]),
-    ],
-)
-def test_what_is_beyond_the_cache_is_refused_in_one_sentence(words, architectures):
-    for name in architectures:
-        with pytest.raises(UsageError, match=f"{name} .*{words}.*; use one of .*$"):
-            from_hugging_face({"architectures": [name]})
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "layers"),
     [
         ("gpt_oss", {}, (True, True, True, True)),

@@ -136,39 +136,28 @@ FIELDS = {
     "hidden_size": [None, "big", 10**12],
     "head_dim": [-8, 0, "8", 7],
     "rope_theta": ["high", -1.0, 0, [1e4]],
-    "eos_token_id": ["</s>", [1.5], -1, [[2]]],
     "rope_scaling": [[1], "linear"],
-    "logits_scaling": [-1],
     "attn_logit_softcapping": [0],
-    "architectures": ["LlamaForCausalLM", [7], [["LlamaForCausalLM"]], {"a": 1}],
-    "layer_types": [[1, 2], ["linear_attention"] * 2],
     "num_hidden_layers": ["2", 0, 10**6, 10**9],
     "max_position_embeddings": [10**18, None],
-    "tie_word_embeddings": ["false"],
 }
 """Values that a field of config.json may not have: of a Llama, but for the fields of `OTHERS`."""
 OTHERS = {"logits_scaling": "Granite", "attn_logit_softcapping": "Gemma2"}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 CONFIGS = [
     ("Llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
-    ("Llama", {"head_dim": None, "num_attention_heads": 5, "num_key_value_heads": 5}, "head_dim"),
     ("Llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
     ("Llama", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
     ("Llama", {"quantization_config": {"bits": 4}}, "quantised by 'no known method' are not supported"),
-    ("Llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_param"),
-    ("Phi3", {"partial_rotary_factor": 0.4}, "partial_rotary_factor gives no even part"),
     ("Phi3", {"rope_parameters": LONG | {"long_factor": [1.0]}}, "needs 4 of short_factor"),
     ("Phi3", {"rope_parameters": LONG}, "needs original_max_position_embeddings"),
     ("SmolLM3", {"no_rope_layers": [1]}, "no_rope_layers are 1 and the layers 2"),
-    ("Mistral", {"sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
     ("GPT2LMHead", {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
     ("none", {"architectures": None, "model_type": None}, "architecture 'none given' is not supported"),
 ]
 SCALINGS = [
     ({"type": "linear", "factor": "2"}, "factor is '2'"),
-    ({"type": "linear"}, "needs a factor"),
     ({"type": "dynamic", "factor": 2.0}, "rope_type dynamic"),
-    ({"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "high_freq_factor"),
     ({"type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast"),
 ]
 CONFIGS += [("Llama", {"rope_parameters": scaling}, words) for scaling, words in SCALINGS]
@@ -196,7 +185,6 @@ SETTINGS = {
     "bos_token": [{}, 1, {"content": ["<s>"]}],
     "eos_token": [["</s>"]],
     "added_tokens_decoder": [{"x": {"content": "a"}}, [1], {"1": None}],
-    "chat_template": [7, [1], [{"template": "a"}], [{"name": "default", "template": None}]],
 }
 PIPES = ["config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "calibration.json"]
 PIPES += ["model.safetensors", "model.safetensors.index.json"]
@@ -204,15 +192,12 @@ LARGE = {"config.json": 2**30, "chat_template.jinja": 2**30, "tokenizer.json": 2
 DAMAGED = {
     "a header of 2^60 bytes": header({}, 2**60),
     "a header that is no JSON": header(b"\xff\xfe{}"),
-    "a negative shape": header(tensor(shape=[-4, 4])),
-    "offsets the wrong way": header(tensor(data_offsets=[64, 0])),
     "tensors that overlap": header({key: {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} for key in "ab"}),
     "a strange dtype": header(tensor(dtype="F7")),
 }
 NAMES = [1, None, ["a"], "a" * 5000, "", ".", "a\0b"]
 BAD_TOKENIZERS = {
     "cut short": text("tokenizer.json", "{"),
-    "without a model": text("tokenizer.json", "{}"),
     "no UTF-8": text("tokenizer.json", b'{"a": "\xff"}'),
     "an expression that is none": pattern("(a"),
     "an enormous id": words(w0=0, w1=2**31),
@@ -222,14 +207,11 @@ CASES = {
     "the vocabulary is another": (config(vocab_size=200_000), "by config.json"),
     # any JSON file
     "the config is empty": (text("config.json", ""), "config.json is not readable JSON"),
-    "the config is deep": (text("config.json", "[" * 100_000), "config.json"),
     "the config has a field twice": (
         text("config.json", '{"hidden_size": 8, "hidden_size": 8}'),
         "'hidden_size' twice",
     ),
     "the config has an infinity": (text("config.json", '{"a": Infinity}'), "Infinity"),
-    "the config has a long number": (text("config.json", '{"a": ' + "9" * 100_000 + "}"), "config.json"),
-    "the config is no UTF-8": (text("config.json", b'{"a": "\xff"}'), "config.json is not readable JSON"),
     "the config has half a character": (config(hidden_act="\ud800"), "half of a surrogate pair"),
     **{f"{file} is a pipe": (instead(file, os.mkfifo), f"{file} is not a regular file") for file in PIPES},
     **{
@@ -240,7 +222,6 @@ CASES = {
     # weights
     "the weights are empty": (text("model.safetensors", ""), "model.safetensors is truncated"),
     **{name: (edit, "truncated or damaged") for name, edit in DAMAGED.items()},
-    "a header without tensors": (text("model.safetensors", struct.pack("<Q", 2) + b"{}"), "lack the tensor"),
     "the weights are cut short": (cut(100), "truncated"),
     "there are no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
     "there is only a pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "only pytorch_mod"),
@@ -248,7 +229,6 @@ CASES = {
     **{f"the index names {name!r:.9}": (index({EMBEDDING: name}), "weight_map") for name in NAMES},
     "the index names what is not there": (index({EMBEDDING: "b.safetensors"}), "names b.safetensors, which is not in"),
     "the index leaves the folder": (index({EMBEDDING: "../model/model.safetensors"}), "leaves the folder"),
-    "the index leaves the folder midway": (index({EMBEDDING: "a/../../b.safetensors"}), "leaves the folder"),
     "the index names a pipe": (lambda f: (index({EMBEDDING: "p"})(f), os.mkfifo(f / "p")), "p is not a regular file"),
     "a tensor is held twice": (held_twice, f"{EMBEDDING} stands in"),
     # the tokenizer
@@ -257,8 +237,6 @@ CASES = {
         for key, values in SETTINGS.items()
         for value in values
     },
-    "the map holds a list": (sets("special_tokens_map.json", bos_token=["<s>"]), "special_tokens_map.json"),
-    "a template file that is no UTF-8": (text("chat_template.jinja", b"\xff"), "chat_template.jinja"),
     "end ids are a hundred": (sets("generation_config.json", eos_token_id=list(range(100))), "end tokens"),
     **{f"a tokenizer: {name}": (edit, "tokenizer.json is not a readable") for name, edit in BAD_TOKENIZERS.items()},
     **{f"the tokenizer backtracks on {regex}": (pattern(regex), "tokenizer.json") for regex in SLOW_EXPRESSIONS},
@@ -269,7 +247,6 @@ CASES = {
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
     "a tokenizer of ranks": (without_tokenizer("tokenizer.model", b"IQ== 0\nIg== 1\n"), "tiktoken"),
     "a tokenizer in GGUF": (without_tokenizer("tokenizer.model", b"GGUF\3\0\0\0"), "GGUF"),
-    "a tokenizer of noise": (without_tokenizer("tokenizer.model", bytes(range(256)) * 9), "SentencePiece"),
     # the folder
     "the folder is empty": (alone(""), "has no config.json"),
     "orbax is empty": (lambda f: (f / "orbax").mkdir(), "orbax has no checksums.json"),

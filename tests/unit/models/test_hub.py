@@ -80,7 +80,6 @@ def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(m
         (errors.GatedRepoError("", response=Mock()), "gated: accept its terms"),
         (errors.RepositoryNotFoundError("", response=Mock()), "neither a folder here nor a model on the hub"),
         (errors.LocalEntryNotFoundError(""), "cannot be reached"),
-        (errors.EntryNotFoundError(""), "no config.json"),
         (OSError("No space left on device"), "No space left on device"),
     ],
 )
@@ -92,19 +91,12 @@ def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_local_folder_is_found_and_a_file_is_none(folder):
-    assert resolve(folder) == resolve(str(folder)) == folder
-    with pytest.raises(UsageError, match="is a file"):
-        resolve(folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("a" * 5000, "check the spelling"),
         ("a\0b", "check the spelling"),
         ("no-such-folder", "neither a folder nor a hub name"),
-        ("owner/model/extra", "neither a folder nor a hub name"),
     ],
 )
 def test_a_name_that_cannot_be_never_reaches_the_hub(monkeypatch, name, words):

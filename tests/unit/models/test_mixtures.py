@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import BIASED, CONFIG, ONE_LAYER, WIDTH, drawn, mix, tokens
+from mixtures import BIASED, CONFIG, drawn, mix, tokens
 
 from et_jax.models.experts import choose, gate, mixed
-from et_jax.models.params import num_multiplied, num_weights
-from et_jax.models.transformer import initialise
 from et_jax.models.weights import quantized
 from et_jax.types import replace
 
@@ -54,22 +52,6 @@ def test_fewer_experts_share_the_weight_and_none_have_none():
     np.testing.assert_array_equal(choice.expert[:2, :2], np.argsort(-probability, axis=1)[:2, :2])
     out = jax.jit(partial(mixed, form="loop"))(replace(experts, shared=None), x, choice)
     assert out[0].any() and not out[2].any()
-
-
-def test_weights_are_counted_by_layer_and_those_multiplied_by_token():
-    layers = (True, False, True)
-    model = dataclasses.replace(
-        ONE_LAYER, num_layers=3, windows=(None,) * 3, experts=dataclasses.replace(CONFIG, layers=layers)
-    )
-    held = sum(leaf.size for leaf in jax.tree.leaves(initialise(model, jax.random.key(0))))
-    assert num_weights(model) == held
-    expert, unmet = 3 * CONFIG.width * WIDTH, CONFIG.num_experts - CONFIG.num_per_token
-    assert num_multiplied(model) == held - model.vocab_size * WIDTH - 2 * unmet * expert
-    biased = dataclasses.replace(model, experts=dataclasses.replace(CONFIG, layers=layers, biases=True))
-    biases = 2 * CONFIG.width + WIDTH
-    added = CONFIG.num_experts * (1 + biases)
-    assert num_weights(biased) == held + 2 * added
-    assert num_multiplied(biased) == num_multiplied(model) + 2 * (added - unmet * biases)
 
 
 @pytest.mark.slow

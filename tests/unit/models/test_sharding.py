@@ -1,9 +1,7 @@
 """Along which axis every weight is split, and the models that are refused."""
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
@@ -11,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from et_jax.models.config import ExpertConfig, ModelShape
 from et_jax.models.params import abstract
-from et_jax.models.sharding import check, expert_specs, weight_specs
-from et_jax.types import replace
+from et_jax.models.sharding import check, weight_specs
 from scripts.measuring.shapes import LLAMA_3_8B
 
 EXPERTS = ExpertConfig(
@@ -46,22 +43,13 @@ def test_weights_are_split_by_heads_widths_and_vocabulary(stacked):
     assert experts.shared.up.array == P(*lead, "tp", None) and experts.shared.down.array == P(*lead, None, "tp")
 
 
-def test_experts_of_a_stack_lead_with_its_layers_where_they_lie_there():
-    experts: Any = abstract(MIXTURE, jnp.bfloat16, stacked=True).layers[0].experts
-    one = jax.eval_shape(lambda experts: replace(experts.of_turn(0), turn=None), experts)
-    specs = expert_specs(one, MIXTURE)
-    assert specs.gate.array == P(None, None, "tp", None) and specs.gate_bias == P(None, "tp")
-
-
 @pytest.mark.parametrize(
     ("model", "mesh", "told"),
     [
         (LLAMA_3_8B, over(16), "num_kv_heads = 8"),
         (dataclasses.replace(LLAMA_3_8B, vocab_size=128_257), over(8), "vocab = 128257"),
-        (dataclasses.replace(LLAMA_3_8B, intermediate_size=14_340), over(8), "ffn = 14340"),
         (dataclasses.replace(MIXTURE, experts=dataclasses.replace(EXPERTS, width=12)), over(8), "expert_ffn = 12"),
         (LLAMA_3_8B, AbstractMesh((8,), ("x",)), "axes"),
-        (LLAMA_3_8B, AbstractMesh((1, 2), ("dp", "tp")), "axes"),
         (MODULE, over(8), "ModelConfig"),
     ],
 )

@@ -15,7 +15,6 @@ from et_jax.serve.completions import Completion
 from et_jax.types import replace
 
 OVER_TIME = ("layer", "token", "share of blocks read")
-HEAT = ["Blocks read, by layer and KV head", "Blocks read, as the text goes on"]
 
 
 def figure(title: str, completion: Any) -> Figure:
@@ -83,15 +82,3 @@ def test_steps_are_counted_by_the_drafts_that_they_accepted() -> None:
     wanted = Counter([2, 0, 1, 2, 0, 2])
     assert drawn.columns["steps"] == [wanted[count] for count in drawn.columns["accepted in a step"]]
     assert "7 of 12 drafted tokens accepted in 6 steps" in drawn.words
-
-
-def test_what_did_not_happen_is_not_drawn() -> None:
-    for row, absent in (
-        ({"guard_rates": {"stability": 0.0}}, ["Drafts accepted", "Which model spoke", "Guards"]),
-        ({"reads": None}, HEAT),
-        ({"reads": ((4, 4),), "blocks_read": 8, "blocks_held": 8}, HEAT),
-    ):
-        assert not {one.title for one in of_completion(with_rows(*[row] * 5))} & set(absent)
-    assert {one.title for one in of_completion(sample(5))} > {"Guards", *HEAT}
-    words = figure("Blocks read", with_rows(*[{"attention_entropy": 0.25}] * 12)).words
-    assert "Entropy of attention, from 0 to 1: " in words and "nats" not in words

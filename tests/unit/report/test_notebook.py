@@ -6,10 +6,6 @@ import nbclient
 import nbformat
 import pytest
 
-import et_jax
-from et_jax.io.cell import Area
-from et_jax.serve.completions import TokenEvent
-
 CELLS = {
     "load": "import sys, et_jax\nmodel = et_jax.load('bundled-small', max_num_seqs=2)",
     "generate": "done = model.generate(['It was'] * 3, max_tokens=8, temperature=0.0, progress=True)",
@@ -67,26 +63,3 @@ def test_a_bar_and_a_stream_are_one_output_each_and_continuations_stand_below_on
     html = shown.data["text/html"]
     assert 0 < html.index("prompt 1, continuation 1") < html.index("prompt 1, continuation 2")
     assert html.count("It &lt;was&gt;") == 2 and "<was>" not in html
-
-
-def test_a_stream_is_closed_when_the_drawing_is_interrupted(monkeypatch):
-    closed = []
-
-    def stream():
-        try:
-            yield TokenEvent(prompt_index=0, index=0, text="", trace=None, completion=None)
-        finally:
-            closed.append(True)
-
-    class Interrupted(Area):
-        def draw(self, drawn, *, last=False):
-            if not last:
-                raise KeyboardInterrupt
-            assert drawn()[1] == "\n\ninterrupted"
-
-    monkeypatch.setattr("et_jax.report.notebook.in_notebook", lambda: True)
-    monkeypatch.setattr("et_jax.report.notebook.Area", Interrupted)
-    events = stream()
-    with pytest.raises(KeyboardInterrupt):
-        et_jax.show(events)
-    assert closed

@@ -37,11 +37,6 @@ def test_free_memory_is_that_of_the_host_or_less_within_a_control_group(tmp_path
     assert host_memory(tmp_path) == free
 
 
-def test_without_the_files_of_linux_it_is_all_there_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}.__getitem__)
-    assert host_memory(tmp_path) == 4_096_000
-
-
 class Chip:
     """A device with memory of its own."""
 

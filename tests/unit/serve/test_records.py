@@ -178,14 +178,3 @@ def test_a_token_of_two_models_pays_for_both_since_the_last(output):
     assert row.trace.blocks_held == -(-int(output.signals.length[1, 0]) // PAGE) * OTHER.heads
     by_model = trace(both, 0, 0, 1, sharing=2)
     assert by_model.cost == 2 * 6000 / 2 + 4 * 32 and by_model.audited == 0
-
-
-def test_rows_that_serve_nobody_are_those_of_the_model_whose_step_it_is(output):
-    """The first step is the model's, the second the small one's."""
-    turns = jnp.asarray([[1], [0], [1]])
-    told = replace(output, work=(work(passes=turns), work(passes=3 * (1 - turns))))
-    both = Burst((MODEL_COST, OTHER), told_of(told), STEPS)
-    assert [(one.shared, one.flops) for one in (both.idle(step, 2) for step in (0, 1))] == [
-        (6000, 2 * 2 * NUM_MULTIPLIED),
-        (3 * 300, 2 * 2 * 40),
-    ]

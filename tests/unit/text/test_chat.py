@@ -42,8 +42,6 @@ def process_of(template) -> Any:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deep"),
         (r'{{ "\ud800" }}', "half of a surrogate pair"),
         (r'{{ raise_exception("\ud800\n" * 1000) }}', "refuses these messages"),
-        ("{% for a in range(10**9) %}{% endfor %}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
         ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
@@ -165,16 +163,3 @@ def test_no_worker_outlives_a_process_that_is_killed_amid_a_render(tmp_path):
     out, _ = program(tmp_path, code).communicate(timeout=60)
     pids = out.split()
     assert len(pids) == 2 and all(gone(int(pid)) for pid in pids)
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([{"role": "user", "content": {1, 2}}], "not plain JSON"),
-        ([{"role": "user", "content": "\ud800"}], "surrogate"),
-        ("Hi", "must be a mapping"),
-    ],
-)
-def test_messages_that_cannot_be_are_refused(as_users_have_it, messages, words):
-    with pytest.raises(UsageError, match=words):
-        Template(ECHO, {}).render(messages)

@@ -1,14 +1,10 @@
 """The corpus: the split, the texts, the order of the rows."""
 
 import itertools
-import os
-import tarfile
 
 import numpy as np
-import pytest
 from small_runs import WINDOW
 
-from et_jax.errors import UsageError
 from et_jax.training import corpus
 
 
@@ -20,19 +16,6 @@ def test_split_holds_out_whole_works_and_the_same_ones_every_time(archive):
     assert len(held_out) == 2
     assert corpus.split(reversed(names), 0.2) == (train, held_out)
     assert train != sorted(names)[: len(train)]  # chosen by hash, not by name
-
-
-def test_corpus_errors_say_how_to_mend_them(tmp_path):
-    (tmp_path / "text.tar").write_text("no archive")
-    (tmp_path / "folder.tar").mkdir()
-    with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as archive:
-        for number in range(2):
-            (tmp_path / f"{number}.txt").write_bytes(os.urandom(10_000))
-            archive.add(tmp_path / f"{number}.txt")
-    (tmp_path / "torn.tar.gz").write_bytes((tmp_path / "whole.tar.gz").read_bytes()[:9000])
-    for name in ("absent.tar", "text.tar", "folder.tar", "whole.tar.gz", "torn.tar.gz"):
-        with pytest.raises(UsageError, match=f"{name} cannot be read .*; give a tar archive of UTF-8 .txt files"):
-            corpus.read_works(tmp_path / name)
 
 
 def test_tokens_are_the_text(archive, data):

@@ -67,12 +67,3 @@ def test_a_start_from_weights_is_those_weights(mixed_settings):
     assert done == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())
-
-
-def test_muon_turns_the_matrices_of_layers_and_experts_and_adam_the_rest(settings):
-    experts = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=EXPERTS))
-    state = jax.eval_shape(loop.initial_state, experts)
-    turned = {leaf.shape for leaf in jax.tree.leaves(state.optimizer[1].inner_states["muon"]) if leaf.ndim}
-    width, narrow = experts.model.hidden_size, experts.model.intermediate_size
-    assert {(1, 6, 16, width), (1, 6, width, 16), (1, narrow, width), (1, width, narrow)} < turned
-    assert not {(1, 6, width), state.params.embedding.shape} & turned  # a router, and the embedding

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from small_runs import MIXED_WINDOW
 
-from et_jax.tasks import words
 from et_jax.tasks.generators import TASKS, document
 from et_jax.training import corpus, loop, mixture, probe
 from et_jax.training.mixture import Mixture
@@ -60,19 +59,6 @@ def test_documents_of_every_task_fit_into_a_row(mixed_data, length):
     sizes = [sum(len(mixture.encode(one, mixed_data[0], Mixture())[0]) for one in found) for found in made]
     assert max(sizes) <= length
     assert {one.task for found in made for one in found} == set(TASKS)
-
-
-def test_words_of_a_step_are_those_of_its_sentences_but_for_the_test_split(mixed_data):
-    tokenizer, *_ = mixed_data
-    own = words.vocabulary("train")
-    used = mixture.vocabulary(
-        [" Many strange umbrellas, and pale horses, lay in the unfathomable, inexhaustible mud."], tokenizer
-    )
-    added = {"strange", "and", "pale", "horses", "lay", "the", "mud"}  # of two tokens at most
-    assert set(used.words) - set(own.words) == {word for word in added if words.belongs(word, "train")}
-    assert set(used.words) & added != added  # some are of the other split
-    assert set(used.copied) >= added
-    assert not {*used.names, *used.words} & {*words.vocabulary("test").names, *words.vocabulary("test").words}
 
 
 def test_no_test_item_is_in_the_training_stream(mixed_data):
