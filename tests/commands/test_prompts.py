@@ -49,7 +49,6 @@ def test_prompts_in_any_plain_shape_are_served(model, make, like):
         (lambda: {"a": 1}, "prompts is an object of type dict; .* write a list"),
         (lambda: b"Once", 'prompts is b"Once"; .* decode the bytes first'),
         (lambda: [5, "a"], 'prompt is 5; it must be a text or a list|prompt holds "a"'),
-        (lambda: np.zeros((2, 2, 2), int), "prompt holds a list"),
         (lambda: "", r"^The prompt is empty; give it at least one character\.$"),
         (lambda: ["a", [[]]], "prompt holds an empty list"),
         (lambda: "\ud800", "half of a surrogate pair"),
@@ -85,12 +84,6 @@ def test_settings_that_are_none_are_told(model, prompts, arguments, sentence):
         with pytest.raises(UsageError) as refused:
             way(prompts, **arguments)
         assert sentence in str(refused.value)
-
-
-@pytest.mark.parametrize("requests", [None, 5, "ab", b"ab", REQUEST])
-def test_what_holds_no_requests_is_refused_at_once(model, requests):
-    with pytest.raises(UsageError, match=r"requests is .*; it must be a list of GenerationRequest"):
-        model.as_completed(requests)
 
 
 def test_one_that_is_no_request_is_answered_and_the_others_are_served(model):

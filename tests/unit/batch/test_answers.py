@@ -66,13 +66,6 @@ def test_a_completion_body():
     }
 
 
-def test_a_chat_body():
-    body = row(chat=True)["response"]["body"]
-    assert (body["id"], body["object"]) == ("chatcmpl-12", "chat.completion")
-    said = [{"role": "assistant", "content": text} for text in ("no", "yes")]
-    assert [choice["message"] for choice in body["choices"]] == said and "text" not in body["choices"][0]
-
-
 ROWS = (trace(ord("é"), "é", top=((ord("x"), -0.5), (0xFFFD, float("-inf")))), trace(ord("b"), "b"))
 
 

@@ -1,6 +1,5 @@
 """Rows of a Parquet file as the lines they stand for."""
 
-import datetime
 import json
 import math
 from decimal import Decimal
@@ -30,7 +29,6 @@ TURN = {"role": "user", "content": "Hi", "name": None}
         ("prompt", [None, [1.0, 2.0]], [None, [1, 2]]),
         ("body", [{"messages": [TURN], "max_tokens": 3.0}, None], [{"messages": [TURN], "max_tokens": 3}, None]),
         ("temperature", pyarrow.array([Decimal("0.25"), Decimal("40")], DECIMAL), [0.25, 40]),
-        ("id", [datetime.datetime(2024, 2, 29, 12, 30), None], ["2024-02-29 12:30:00", None]),
         ("metadata", pyarrow.array([[("day", "x"), ("b", "y")], None], MAP), [{"day": "x", "b": "y"}, None]),
         ("prompt", pyarrow.array(["caf\u00e9".encode(), b""], pyarrow.binary()), ["caf\u00e9", ""]),
         ("prompt", [f"It was {i}" for i in range(150)], [f"It was {i}" for i in range(150)]),

@@ -34,11 +34,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
             id="the time left is that of lines like those answered",
         ),
         pytest.param(
-            *(1000, 0),
-            [(20, 999, 0, 0, "999 of 1000 lines"), (20, 999, 1, 40, "999 of 1000 lines, 1.0 tokens/s, 40 s left")],
-            id="error rows say nothing of the time left",
-        ),
-        pytest.param(
             *(101, 0),
             [
                 (20, 100, 100, 4000, "100 of 101 lines, 200.0 tokens/s, under 1 s left"),

@@ -3,9 +3,9 @@
 import pytest
 from drawn_blocks import blocks
 
-from et_jax.control import select, view
-from et_jax.control.budget import ConstantBudget, EntropyBudget, MassBudget
-from et_jax.control.compression import Compression, named
+from et_jax.control import select
+from et_jax.control.budget import ConstantBudget, MassBudget
+from et_jax.control.compression import Compression
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
 from et_jax.control.expected_error import ExpectedError
@@ -22,11 +22,9 @@ def one_number(view):
     ("make", "sentence"),
     [
         (lambda: ConstantBudget(tokens=0), "tokens is 0; it must be at least 1"),
-        (lambda: EntropyBudget(floor=0.0), "floor is 0.0; it must be above 0 and at most 1"),
         (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
         (lambda: Compression(budget=32), "budget: got 32, wanted "),
         (lambda: Compression(budget=42).layout(4, (None,)), "budget: got 42, wanted "),
-        (lambda: named("h2o", 64), "name: got .*h2o.*, wanted "),
         (
             lambda: Controller(residual=True, refresh_every=2),
             "residual: unread blocks are weighed by this",
@@ -39,7 +37,6 @@ def one_number(view):
         ),
         (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
         (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
-        (lambda: view.last_mass(blocks(0).view), "no last masses"),
         (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),
         (lambda: ExpectedError()(blocks(0).view), "no key codes, or no sensitivity"),
     ],

@@ -28,7 +28,6 @@ def on(device):
         (H200, 64, 64, BF16, BF16, "gpu", None),
         (H200, 64, 64, BF16, INT8, "gpu", None),
         (H200, 16, 64, BF16, BF16, "xla", "pages of whole tiles"),
-        (H200, 64, 96, BF16, BF16, "xla", "head dims"),
         (H200, 64, 64, F32, F32, "xla", "float32"),
         (H200, 64, 64, F32, INT8, "xla", "float32 queries with int8 pages"),
         (A100, 64, 64, BF16, BF16, "xla", None),

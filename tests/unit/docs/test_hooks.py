@@ -22,7 +22,6 @@ def shown(page: str, markdown: str) -> str:
         ("control.md", "[clock](../et_jax/control/clock.py)", "[clock](reference/control.clock.md)"),
         ("control.md", "`et_jax/control/clock.py`", "[`et_jax/control/clock.py`](reference/control.clock.md)"),
         ("index.md", "[the script](scripts/fuzz.py)", "the script"),
-        ("index.md", "[gone](docs/gone.md)", "[gone](gone.md)"),  # which mkdocs reports
         ("index.md", "print(law.laws[1], f[0](x))", "print(law.laws[1], f[0](x))"),
     ],
 )

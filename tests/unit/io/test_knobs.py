@@ -24,13 +24,10 @@ def test_bounds_themselves_are_taken_as_plain_numbers(one, given, number):
     ("one", "given", "sentence"),
     [
         (SHARE, 1.5, "it is 1.5; it must be from 0 to 1."),
-        (SHARE, -0.5, "it is -0.5; it must be from 0 to 1."),
         (SHARE, math.inf, "it is inf; it must be a finite number."),
-        (SHARE, "half", 'it is "half"; it must be a number.'),
         (TOKENS, 0, "it is 0; it must be 1 or above."),
         (TOKENS, 2.0, "it is 2.0; it must be a whole number."),
         (BOUND, math.nan, "it is nan; it must be a finite number."),
-        (BOUND, None, "it is None; it must be a number."),
     ],
 )
 def test_anything_else_is_refused_in_one_sentence(one, given, sentence):

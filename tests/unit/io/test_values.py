@@ -4,14 +4,10 @@ import array
 import collections
 import ctypes
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.values import excerpt, shown
 
@@ -43,10 +39,3 @@ def test_bytes_lists_and_texts_are_what_they_hold_whatever_holds_them():
         assert values.is_list(plain) and list(plain) == ids
     for value in (collections.UserString("It was"), np.str_("It was"), np.array("It was")):
         assert values.plain(value) == "It was" and type(values.plain(value)) is str
-
-
-def test_what_is_traced_has_no_value_yet():
-    for check in (values.number, values.whole, values.boolean):
-        for traced, number in ((jax.jit, jnp.float32(1)), (jax.vmap, jnp.ones(2)), (jax.vmap, jnp.ones((2, 2)))):
-            with pytest.raises(UsageError, match=r"^temperature is an object of type [A-Za-z]*Tracer; it must be"):
-                traced(lambda x, check=check: check("temperature", x))(number)

@@ -80,7 +80,6 @@ def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(m
         (errors.GatedRepoError("", response=Mock()), "gated: accept its terms"),
         (errors.RepositoryNotFoundError("", response=Mock()), "neither a folder here nor a model on the hub"),
         (errors.LocalEntryNotFoundError(""), "cannot be reached"),
-        (OSError("No space left on device"), "No space left on device"),
     ],
 )
 def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words):

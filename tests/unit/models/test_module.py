@@ -10,7 +10,6 @@ from flax import nnx
 from own_modules import Grouped, Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
-from et_jax.models import model
 from et_jax.models.module import ModuleConfig, forward
 from et_jax.models.module_reading import read_module
 
@@ -69,21 +68,3 @@ def test_a_config_takes_ids_of_any_kind_and_refuses_the_rest_when_it_is_made():
     found = config_of(bos_token_id=np.int64(3), eos_token_ids=np.array([1, 2]))
     assert (found.bos_token_id, found.eos_token_ids) == (3, (1, 2)) and type(found.bos_token_id) is int
     assert [config_of(eos_token_ids=ids).eos_token_ids for ids in ({7}, (), [5], range(2))] == [(7,), (), (5,), (0, 1)]
-
-
-def test_a_module_has_the_bytes_and_the_dtype_that_it_has():
-    half = jnp.dtype(jnp.bfloat16)
-    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
-        found, own = read_module(Plain(VOCABULARY, dtype=half, rngs=nnx.Rngs(0)), CONFIG)
-    assert model.weight_bytes(found, jnp.float32) == sum(leaf.nbytes for leaf in jax.tree.leaves(own))
-    assert model.dtype_of(own) == half and model.device_of(own) == jax.devices()[0]
-    dtypes = []
-
-    def recorded(layer, q, k, v, memory, softmax):
-        dtypes.append(k.dtype)
-        return q, memory
-
-    ids = jnp.zeros((1, 4), jnp.int32)
-    with jax.numpy_dtype_promotion("standard"):
-        logits, _ = jax.eval_shape(lambda weights: model.forward(weights, found, ids, ids, recorded, None), own)
-    assert logits.dtype == jnp.float32 and dtypes == [half] * found.num_layers

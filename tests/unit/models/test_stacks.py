@@ -2,14 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_model import MODEL, configuration
 
-from et_jax.control.presets import preset
-from et_jax.decode.decoder import Decoder, decoder
 from et_jax.models.config import ExpertConfig
 from et_jax.models.stacks import (
     Stack,
@@ -61,23 +58,6 @@ def test_layers_are_stacked_on_chips_and_programs_of_stacks_are_compiled_for_a_g
     assert config.compiler_options("gpu") == compiler_options("gpu") and config.compiler_options("tpu") is None
     assert configuration().compiler_options("gpu") is None
     assert configuration(stacked=True, model=alone).compiler_options("gpu") is None
-
-
-CHOOSING = preset("certified", min_context=100)
-
-
-def test_every_function_of_a_decoder_is_compiled_as_its_configuration_says(monkeypatch):
-    config, jit, given = configuration(stacked=True, num_slots=8, batch=8, controller=CHOOSING), jax.jit, []
-
-    def noting(function, **how):
-        given.append(how["compiler_options"])
-        return jit(function, **how)
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "jit", noting)
-    decoder(config)
-    assert [(one.rows, one.chooses) for one in config.variants] == [(8, True), (8, False), (2, True), (2, False)]
-    assert given == [compiler_options("gpu")] * (len(dataclasses.fields(Decoder)) - 2 + len(config.variants))
 
 
 STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)), stacked=True)

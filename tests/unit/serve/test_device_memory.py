@@ -22,10 +22,8 @@ IN_V1 = {
     ("files", "free"),
     [
         ({}, 32 * GB),
-        (IN_V2 | {f"{V2}/memory.max": "max"}, 32 * GB),
         (IN_V2 | {f"{V2}/memory.max": f"{8 * GB}"}, 6 * GB),
         (IN_BOX | {f"{V2}/box/memory.max": f"{8 * GB}"}, 6 * GB),
-        (IN_BOX | {f"{V2}/box/memory.max": f"{80 * GB}"}, 32 * GB),
         (IN_BOX | {f"{V2}/box/memory.max": f"{GB}"}, 0),
         (IN_V1 | {f"{V1}/memory.limit_in_bytes": f"{8 * GB}"}, 6 * GB),
     ],

@@ -202,18 +202,6 @@ def test_half_of_what_is_kept_is_made_whole_without_a_word_and_another_program_i
     assert not caplog.messages
 
 
-def test_within_transformations_and_without_a_store_it_is_the_program_that_it_was(programs, monkeypatch):
-    program = programs.start()
-    expected = bits(program)
-    assert bits_of(jax.jit(lambda pair: program(pair, np.int32(2)))(given())) == expected
-    free = Pair(x=jnp.asarray(NUMBERS), y=jnp.int32(4))  # put nowhere
-    assert bits(programs.start(), free) == expected
-    assert bits_of(programs.start()(given(), by=np.int32(2))) == expected
-    monkeypatch.setattr(executables, "_store", lambda _: None)
-    before = programs.num_traced
-    assert bits(programs.start()) == expected and programs.num_traced == before + 1
-
-
 def test_another_thread_makes_a_program_ahead(programs):
     expected = bits(Programs().start("another"))
     with ThreadPoolExecutor(1) as threads:

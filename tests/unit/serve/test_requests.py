@@ -84,7 +84,6 @@ def test_a_request_is_of_its_types_or_refused_in_a_sentence(field):
         ("temperature", jnp.float32(0.5), 0.5),
         ("seed", np.int64(2**62), 2**62),
         ("seed", np.array(7), 7),
-        ("ignore_eos", np.bool_(True), True),
         ("stop", "a", ("a",)),
         ("stop", ["a", Text("b")], ("a", "b")),
         ("stop_token_ids", [1, np.int32(2)], (1, 2)),

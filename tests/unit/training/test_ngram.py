@@ -50,9 +50,3 @@ def test_ngram_is_kneser_ney_by_dictionaries_and_sums_to_one():
         found = ngram.probabilities(model, grams)
         assert found.sum() == pytest.approx(1.0, abs=1e-12)
         np.testing.assert_allclose(found, [direct(context, word) for word in range(11)], rtol=1e-12)
-
-
-def test_ngram_sums_to_one_where_counts_are_too_few_for_discounts():
-    model = ngram.fit(np.array([1, 2, 1, 3], np.uint16), vocab_size=7, order=5, before=0)
-    grams = ngram.pack(np.array([[1, 2, 1, 3, word] for word in range(7)]).reshape(-1), 5, model.bits, 0)[4::5]
-    assert ngram.probabilities(model, grams).sum() == pytest.approx(1.0, abs=1e-12)
