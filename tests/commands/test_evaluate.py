@@ -149,6 +149,7 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
             "make 200000 prompts and at most 100000 are asked",
         ),
         (["--task", "loss", "--haystack", __file__, "--length", "1000000"], "--length is 1000000; bundled holds 2048"),
+        (["--task", "passkey", "--length", "20"], "too short for this task"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["--haystack", "/dev/null"], "/dev/null is empty"),
         (["--haystack", "/dev/zero"], "/dev/zero holds more than 256 MiB"),

@@ -59,6 +59,25 @@ def test_the_text_comes_as_it_is_produced_or_at_the_end_and_counters_beside_it(f
         assert run(capfd, *settings, "-p", "-")[:2] == (0, out)
 
 
+@pytest.mark.slow
+def test_a_report_of_a_prompt_and_of_a_batch(folder, tmp_path, capfd):
+    page, again, counted = tmp_path / "run.html", tmp_path / "same.html", tmp_path / "batch.html"
+    settings = ["--model", str(folder), "--max-tokens", "9", "--seed", "3"]
+    pruned = ["--control", "certified", "--tolerance", "0.9", "--min-blocks", "1", "--window", "4", "--page-size", "4"]
+    pruned += ["--min-context", "0"]
+    assert run(capfd, *settings, *pruned, "-p", "It was " * 8, "--report", str(page))[0] == 0
+    data = json.loads(page.read_text().split('id="report">')[1].split("</script>")[0])
+    assert all(f">{name}</h3>" in page.read_text() for name in ("Temperature", "Blocks read, by layer and KV head"))
+    assert {len(top) for top in data["tokens"]["text-1"]["top"]} == {10}  # five alternatives, as word and share
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": "It was " * (i + 1)}) + "\n" for i in range(3)))
+    files = ["--input", str(source), "--output", str(output)]
+    assert run(capfd, *settings, *files, "--report", str(counted))[0] == 0
+    assert "3, 0 with an error" in counted.read_text() and 'class="text"' in counted.read_text()
+    assert run(capfd, *settings, *files, "--report", str(again))[0] == 0  # all is done: the rows alone
+    assert "3, 0 with an error" in again.read_text() and 'class="text"' not in again.read_text()
+
+
 def test_trace_json_and_plot_agree(folder, tmp_path, capfd):
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "picture.png"
     settings = ["--model", str(folder), "-p", "It was", "--max-tokens", "9", "--seed", "3", "--n", "3", "--json"]

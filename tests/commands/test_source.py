@@ -36,10 +36,8 @@ OTHERS = [
     (zipped(LINES.encode()), "is a zip archive"),
     (LINES.encode("utf-16-le"), "is UTF-16 or UTF-32"),
     (b"id,prompt\n1,It was\n2,It is\n", "seems to be a table (CSV)"),
-    (b"\xef\xbb\xbfid;prompt\r\n1;It was\r\n", "seems to be a table (CSV)"),
     (json.dumps(ROWS).encode(), "is one JSON list"),
     ("".join(json.dumps(row, indent=2) + "\n" for row in ROWS).encode(), "has objects of more than one line"),
-    (b"It was\nIt is\n", "seems to be plain text"),
     (bytes(range(256)) * 4, "is no text"),
 ]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,15 +67,6 @@ def test_there_is_room_for_so_many_actors_and_no_more(held, resources, room):
         cluster.check_room(found, room, resources)
     with pytest.raises(UsageError, match=f"there is room for {room}; ask for less, or start Ray with more"):
         cluster.check_room(found, room + 1, resources)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores are chosen on Linux alone")
-def test_cores_are_each_actors_own_while_there_are_any(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    assert cluster.own_cores(1, tmp_path) == [0]
-    assert cluster.own_cores(2, tmp_path) == [1, 2]
-    assert cluster.own_cores(2, tmp_path) == [3, 0]  # the second is shared
-    assert cluster.own_cores(9, tmp_path) == [0, 1, 2, 3]
 
 
 ROWS: list[dict[str, Any]] = [

@@ -5,11 +5,13 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from batch_rows import SETTINGS, begin, data, recorded, row
 
 from et_jax.batch import journal as journals
+from et_jax.batch import rescue as rescues
 from et_jax.batch.journal import Journal, open_journal
 from et_jax.batch.manifest import manifest_path
 from et_jax.errors import UsageError
@@ -44,7 +46,7 @@ def interrupt(_: Journal) -> None:
     raise KeyboardInterrupt
 
 
-THEN = pytest.mark.parametrize("then", [end, append, interrupt])
+THEN = pytest.mark.parametrize("then", [end, Journal.sync, append, interrupt])
 
 
 @THEN
@@ -133,6 +135,33 @@ def test_a_manifest_that_is_gone_is_written_again(tmp_path, then, change, capfd)
         assert then is end or manifest_path(path).read_bytes() == kept
     assert manifest_path(path).read_bytes() == kept
     assert re.search(r"out\.jsonl\.manifest\.json was .* while the job ran", capfd.readouterr().err)
+
+
+def failing(*_: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_disk_that_takes_nothing_ends_in_a_sentence(tmp_path, monkeypatch):
+    """Neither a row nor its repair, nor the copy of a file that is gone."""
+    path = tmp_path / "out.jsonl"
+    with (
+        pytest.raises(UsageError, match=r"cannot be written \(Input/output error\)"),
+        open_journal(path, SETTINGS) as journal,
+        monkeypatch.context() as patch,
+    ):
+        journal.append(row("a"))
+        patch.setattr(journals.os, "write", failing)
+        patch.setattr(journals.os, "ftruncate", failing)
+        journal.append(row("b"))
+    assert path.read_bytes() == data("a")
+    path.unlink()
+
+    def fill() -> None:
+        path.unlink()
+        monkeypatch.setattr(rescues.os, "write", failing)
+
+    assert "its 2 rows could not be kept (Input/output error)" in disturbed(path, fill, end)
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
 
 
 def test_a_file_replaced_just_before_it_is_locked_is_not_written(tmp_path, monkeypatch):

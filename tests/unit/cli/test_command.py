@@ -15,7 +15,6 @@ from et_jax.cli.streams import open_text
     [
         ('"$@" <&-', "-", "Standard input is closed"),
         ("printf 'It \\xff was' | \"$@\"", "-", "Standard input is not UTF-8 (byte 0xff at 3)"),
-        ('yes | "$@"', "-", "Standard input holds more than 16 MiB"),
         ('"$@"', b"It \xff was", "--prompt is not UTF-8"),
         ('"$@" >&-', "It was", "Standard output is closed"),
     ],

@@ -7,7 +7,6 @@ from et_jax.control import select
 from et_jax.control.budget import ConstantBudget, MassBudget
 from et_jax.control.compression import Compression
 from et_jax.control.contribution import token_nll
-from et_jax.control.controller import Controller
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.view import mass
 
@@ -25,16 +24,7 @@ def one_number(view):
         (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
         (lambda: Compression(budget=32), "budget: got 32, wanted "),
         (lambda: Compression(budget=42).layout(4, (None,)), "budget: got 42, wanted "),
-        (
-            lambda: Controller(residual=True, refresh_every=2),
-            "residual: unread blocks are weighed by this",
-        ),
-        (lambda: Controller(selector=3), "selector: got int, wanted a selector, a function, or a tuple of them"),
         (lambda: select.ActiveSet(look_every=0), "look_every is 0; it must be at least 1, or None"),
-        (
-            lambda: select.ActiveSet(lambda view: view.middle),
-            "a function of a view and the share of mass in each block",
-        ),
         (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
         (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
         (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),

@@ -13,14 +13,6 @@ BOUND = Knob(help="a bound", unit="nats", wanted="a number", kind=float, infinit
 
 
 @pytest.mark.parametrize(
-    ("one", "given", "number"),
-    [(SHARE, 0, 0.0), (SHARE, 1.0, 1.0), (TOKENS, 1, 1), (BOUND, math.inf, math.inf), (BOUND, -math.inf, -math.inf)],
-)
-def test_bounds_themselves_are_taken_as_plain_numbers(one, given, number):
-    assert one.checked("it", given) == number and type(one.checked("it", given)) is one.kind
-
-
-@pytest.mark.parametrize(
     ("one", "given", "sentence"),
     [
         (SHARE, 1.5, "it is 1.5; it must be from 0 to 1."),

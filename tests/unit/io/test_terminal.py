@@ -15,10 +15,10 @@ from et_jax.io.bar import Bar
 from et_jax.report.display import Status
 
 
-def shown_by(show: Callable[[], None], monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> str:
+def shown_by(show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
     """What a terminal receives while `show` runs."""
     here, there = pty.openpty()
-    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(there, "w") as terminal, monkeypatch.context() as patch:
         for name in ("stdout", "stderr"):
             patch.setattr(sys, name, terminal)

@@ -5,9 +5,7 @@ import pytest
 from small_model import MODEL
 
 from et_jax.errors import UsageError
-from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, read_calibration, write_calibration
-from et_jax.models.checkpoint import read_config
 from et_jax.types import Table
 
 SHAPE = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
@@ -20,14 +18,6 @@ def test_what_is_written_is_read(tmp_path):
     table = Table(np.arange(1, 1 + np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 8)
     write_calibration(tmp_path, Calibration(temperature=2.0, sensitivity=table), {})
     assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
-
-
-@pytest.mark.parametrize("name", ["bundled", "bundled-small"])
-def test_bundled_models_have_been_measured(name):
-    config = read_config(bundled_folder(name))
-    found = read_calibration(bundled_folder(name), config).sensitivity
-    assert found is not None
-    assert found.array.shape == (config.num_layers, config.num_kv_heads, config.group_size)
 
 
 @pytest.mark.parametrize(

@@ -348,3 +348,23 @@ def test_a_model_from_within_another_or_without_its_first_words_returns_every_bi
     loaded_config, loaded = load(tmp_path)
     assert loaded_config == config
     assert_same_bits(loaded, params)
+
+
+@pytest.mark.parametrize(
+    ("alter", "words"),
+    [
+        (moved("a.model.", "b."), None),
+        (
+            lambda t: [moved("a.", "")(t), t.update({"b.embed_tokens.weight": np.zeros(1)})],
+            f"lack the tensor {EMBEDDING}",
+        ),
+        (lambda t: [moved("a.", "")(t), t.update({"model.norm.weight": np.zeros(16)})], "are one tensor"),
+    ],
+)
+def test_names_of_two_models_are_not_mixed(folder, alter, words):
+    change(folder, alter)
+    if words is None:
+        assert_same_bits(load(folder)[1], random_params())
+        return
+    with pytest.raises(UsageError, match=words):
+        load(folder)

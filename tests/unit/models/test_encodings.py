@@ -183,7 +183,6 @@ LACKS = "lack the tensor model.layers.1.mlp.down_proj."
     ("kind", "alter", "said"),
     [
         ("int8 by output", without("weight_scale"), LACKS + "weight_scale"),
-        ("gptq", without("g_idx"), LACKS + "g_idx"),
         ("int8 by output", change("weight", lambda x: x.astype(np.uint8)), "is stored as U8; use a I8 model"),
         ("gptq", change("g_idx", put(3, 5)), "g_idx names the group 5 and there are 5"),
         ("gptq", change("bias", put(3, 1)), "down_proj.bias has no place in this qwen2"),
@@ -214,7 +213,6 @@ def test_weights_that_are_damaged_or_of_other_settings_are_refused_in_one_senten
             compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
             "of the format 'mxfp4-pack-quantized', 4 bits of float by group",
         ),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 8}, "of the format gptq and 3 bits"),
         (compressed("int-quantized", num_bits=8, symmetric=False), "zero points"),
         (KINDS["int8 by output"][0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "that are sparse too"),
         (

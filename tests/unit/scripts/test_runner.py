@@ -120,6 +120,13 @@ def test_a_run_of_another_provenance_is_measured_anew_and_replaces_the_old_one(
     assert calls["dense"] == measured and len(runner.runs_of(path)) == 1
 
 
+def test_a_run_on_a_changed_text_is_measured_anew(plain, text, tmp_path, calls):
+    run(plain, tmp_path / "plain.json", text)
+    text.write_text("It was a bright day.")
+    run(plain, tmp_path / "plain.json", text)
+    assert calls["dense"] == 2
+
+
 def test_runs_of_other_settings_stay_side_by_side(plain, text, tmp_path, calls):
     path = tmp_path / "plain.json"
     for rows in (4, 3, 4):

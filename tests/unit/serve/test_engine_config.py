@@ -27,7 +27,6 @@ def test_load_takes_every_setting_under_its_name_with_its_default():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"memory_fraction": float("nan")}, "memory_fraction is nan; it must be a finite number."),
         ({"preempt_every": -1}, "preempt_every is -1; it must be 0 (never) or above."),
         ({"prefix_cache": 1}, "prefix_cache is 1; it must be true or false."),
         ({"quantize": "int4"}, 'quantize is "int4"; choose one of int8.'),

@@ -146,6 +146,16 @@ def test_what_makes_programs_and_what_runs_them_are_in_the_key(programs, monkeyp
     assert programs.num_traced == 2
 
 
+def test_names_configurations_and_settings_are_in_the_key(programs):
+    for start in ({}, {"told": "another configuration"}, {"name": "another"}):
+        bits(programs.start(**start))
+    jax.config.update("jax_memory_fitting_level", "O1")
+    bits(programs.start())
+    jax.config.update("jax_memory_fitting_level", "O2")
+    bits(programs.start())
+    assert programs.num_traced == 4
+
+
 def test_entries_that_are_damaged_or_not_the_user_s_own_are_made_anew(programs, calls, caplog):
     expected = bits(programs.start())
     [entry] = calls.iterdir()

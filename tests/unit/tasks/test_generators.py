@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from et_jax.errors import UsageError
 from et_jax.tasks import words
 from et_jax.tasks.base import Example, right, sentences
 from et_jax.tasks.generators import TASKS, document, example
@@ -107,21 +106,6 @@ def test_the_splits_share_no_word_no_key_and_no_passage():
 
     trained, tested = hashes("train", range(50)), hashes("test", range(50))
     assert len(trained) > 500 and len(tested) > 500 and not trained & tested
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"task": "riddles"}, "There is no task"),
-        ({"length": 10}, "too short for this task; give it at least"),
-        ({"haystack": []}, "holds no sentence"),
-        ({"num_pairs": 500}, "names for 501 keys"),
-    ],
-)
-def test_what_cannot_be_made_is_refused_in_a_sentence(settings, message):
-    given = {"task": "multi_key", "count": count, "length": 200, "depth": 0.5, "seed": 0} | settings
-    with pytest.raises(UsageError, match=message):
-        example(given.pop("task"), **given)
 
 
 @pytest.mark.parametrize(

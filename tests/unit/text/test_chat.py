@@ -42,7 +42,6 @@ def process_of(template) -> Any:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too deep"),
         (r'{{ "\ud800" }}', "half of a surrogate pair"),
         (r'{{ raise_exception("\ud800\n" * 1000) }}', "refuses these messages"),
-        ("{{ raise_exception('no system role') }}", "no system role"),
     ],
 )
 def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words):

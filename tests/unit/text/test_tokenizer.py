@@ -133,14 +133,6 @@ def test_a_tokenizer_may_be_handed_over(folder):
     assert known.eos_ids
 
 
-def test_special_tokens_and_unknown_ids_have_no_text(known):
-    for name, tokenizer in known.items():
-        if name != "byte_fallback":  # which adds no token in front
-            plain = tokenizer.encode("cat")[1:]
-            crowded = [tokenizer.bos_id, *plain[:1], tokenizer.eos_ids[0], 999_999, *plain[1:], tokenizer.eos_ids[0]]
-            assert tokenizer.decode(crowded) == "cat"
-
-
 def test_a_real_model_encodes_as_recorded_and_none_of_its_text_is_held_back(known):
     stories = of(known, "stories")
     for row in json.loads((ROOT / "tests/golden/tinystories-656k.json").read_text()):
