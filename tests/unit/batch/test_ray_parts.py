@@ -1,4 +1,4 @@
-"""What a job on Ray finds out by itself: shards and their outputs, room for actors, cores; Ray itself is not needed."""
+"""What a job on Ray finds out by itself: shards and their outputs, room for actors; Ray itself is not needed."""
 
 import asyncio
 import json

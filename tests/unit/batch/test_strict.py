@@ -1,4 +1,4 @@
-"""JSON that says one thing only, and values in a sentence."""
+"""JSON is read up to a limit of digits and of depth."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the site shows beside docs/: one source for each page, and links that lead to the pages of their files."""
+"""The reference documents every name of `import et_jax`, and every module of control has a page."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Escapes go to terminals that take them, from all that shows progress; in a notebook one place is rewritten."""
+"""Escapes go to terminals that take them, from all that shows progress."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""How long rows are and how fast a run learns, to a number of steps or to a deadline, and recipes of them."""
+"""How long rows are and how fast a run learns, to a number of steps or to a deadline."""
 
 import pytest
 
