@@ -1,4 +1,4 @@
-"""`python -m et_jax.report`: pages of what runs left, and what it says of files that are neither."""
+"""`python -m et_jax.report`: pages of what runs left."""
 
 import json
 

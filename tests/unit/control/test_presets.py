@@ -1,4 +1,4 @@
-"""Controllers: presets and what their laws decide over some tokens, numbers changed by name, tables in a notebook."""
+"""Controllers: presets and what their laws decide over some tokens, numbers changed by name."""
 
 import jax
 import numpy as np
