@@ -326,9 +326,8 @@ def _launched(
     if written:
         pools = range(1, len(written))
         settings["input_output_aliases"] = {len(arrays) + i: i - 1 for i in pools}
-    return pl.pallas_call(run, grid=grid, out_shape=out_shapes, interpret=interpret, name="per_head", **settings)(
-        *arrays, *written
-    )
+    kernel = pl.pallas_call(run, grid=grid, out_shape=out_shapes, interpret=interpret, name="per_head", **settings)
+    return list(kernel(*arrays, *written))
 
 
 def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:

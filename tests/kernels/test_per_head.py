@@ -1,0 +1,194 @@
+"""One function for every row and KV head, by kernels as by `vmap`; selectors above all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from et_jax.control.bisect import above_threshold
+from et_jax.control.expected_error import ExpectedError
+from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.select import (
+    ActiveSet,
+    Certified,
+    Guarded,
+    Quest,
+    SinksWindow,
+    TopMass,
+    chord_bounds,
+    coded_bounds,
+)
+from et_jax.control.select import (
+    PerHead as ToleranceOfHeads,
+)
+from et_jax.control.selector import as_selector
+from et_jax.decode import cache as kv
+from et_jax.decode.selection import Kept, LayerKind, Stored, chosen_of, selection_of
+from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed
+from et_jax.pallas.per_head.api import by_vmap
+from et_jax.pallas.per_head.gpu import by_kernels, left_to_xla
+from et_jax.softmax import capped
+from et_jax.sums import softmax, total_where
+
+ROWS, HEADS, DIM, BLOCKS, PAGE = 8, 2, 16, 32, 8
+
+
+def given(group: int):
+    rng = np.random.default_rng(group)
+    score = jnp.asarray(rng.normal(size=(3, HEADS, group, BLOCKS)), jnp.float32)
+    place = np.argsort(rng.random((3, HEADS, BLOCKS)), axis=-1)
+    pool = jnp.asarray(rng.normal(size=(HEADS, 100, 2 * DIM)), jnp.float32)
+    page = jnp.asarray(rng.integers(1, 100, (3, BLOCKS)), jnp.int32)
+    return (
+        PerQuery(array=score),
+        PerRow(array=jnp.asarray([5, 17, BLOCKS], jnp.int32)),
+        Pages(pool=pool, page=page, columns=(DIM, 2 * DIM)),
+        Listed(array=score, place=jnp.asarray(place, jnp.int32)),
+        PerQuery(array=jnp.asarray(rng.random((1, HEADS, group)), jnp.float32)),
+    )
+
+
+def cut(score, length, value, listed, share):
+    """Two kernels with a sort between them: the fewest blocks that add enough, of the half that adds most."""
+    held = jnp.arange(BLOCKS) < length
+    mass = softmax(jnp.where(held, score, -1e30))
+    far = jnp.sqrt(jnp.sum(jnp.square(value[None] - (mass @ value)[:, None]), axis=-1))
+    added = mass * far
+    half = added > jnp.sort(added, axis=-1)[:, BLOCKS // 2, None]
+    opened = above_threshold(added, lambda it: total_where(added, ~it) <= share) & half
+    opened = jnp.any(opened, axis=0) & held
+    before = jnp.cumsum(opened)
+    block = jnp.arange(BLOCKS)
+    place = jnp.where(opened, before - 1, BLOCKS - 1 - (block - before))
+    return {"opened": opened, "list": Placed(array=block, place=place), "listed": listed, "count": before[-1]}
+
+
+@pytest.mark.parametrize("group", [4, 3])
+def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
+    inputs = given(group)
+    expected, found = by_vmap(cut, inputs), by_kernels(cut, inputs, interpret=True)
+    assert left_to_xla(cut, inputs) == ("slice", "sort")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    order = np.take_along_axis(np.asarray(found["opened"]), np.asarray(found["list"]), axis=-1)
+    assert (np.diff(order.astype(int), axis=-1) <= 0).all() and 0.1 < order.mean() < 0.9  # the opened ones come first
+
+
+def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
+    with pytest.raises(NotImplementedError, match="reduce_sum over the 3 query heads"):
+        by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(3), interpret=True)
+    summed = by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(4), interpret=True)
+    np.testing.assert_allclose(summed, jnp.sum(given(4)[0].array, axis=2), rtol=1e-6)
+
+
+def test_a_page_gets_its_summary_and_codes_by_a_kernel():
+    """Every row's page holds what XLA writes; the null page, which stands for no page, may hold anything."""
+    rng = np.random.default_rng(0)
+    layer = kv.empty(1, HEADS, DIM, 12, PAGE, jnp.float32, key_codes=True).layers[0]
+    pages = jnp.asarray(rng.normal(size=layer.pages.shape), jnp.float32)
+    layer = kv.replace(layer, pages=pages)
+    page = jnp.asarray([[3, 0], [7, 8]], jnp.int32)
+    none = jnp.where(page == 0, layer.pages.shape[1], page)
+    found = kv._summarised_by_kernel(layer, page, DIM, interpret=True)
+    expected = kv._summarised(layer, none, DIM)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one[:, 1:], other[:, 1:], rtol=1e-6, atol=1e-7)
+    assert (np.asarray(found.key_codes)[:, [3, 7, 8]].std(axis=-1) > 10).all()
+
+
+SELECTORS = {
+    "Quest": Quest(5),
+    "sinks and window": SinksWindow(4, 20),
+    "mass": TopMass(),
+    "guarded": Guarded(TopMass(), sinks=9, window=17, min_blocks=6),
+    "paper": Guarded(ActiveSet(), sinks=0, window=0, min_blocks=3),
+    "chord": Certified(chord_bounds),
+    "codes, by head": ToleranceOfHeads(Certified(coded_bounds), AttentionEntropy(0.8)),
+    "error": ExpectedError(),
+    "plain function": as_selector(lambda view: jnp.max(view.middle, axis=0) > 0.5),
+}
+
+
+def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple[Stored, PerRow, Kept]:
+    """Rows of every length, none too; scores with ties and far apart; NaN in what lies past a row's end."""
+    length = rng.integers(0, BLOCKS * PAGE + 1, ROWS)
+    length[0] = 0
+    scale = rng.choice([0.1, 1.0, 8.0], size=(ROWS, 1, 1, 1))
+    middle = np.round(rng.normal(size=(ROWS, HEADS, group, BLOCKS)) * scale, 1)  # many are equal
+    apart = np.round(rng.random(middle.shape) * scale, 1)
+    held = np.arange(BLOCKS) < -(-length[:, None] // PAGE)
+    low, high, mean, coded = (
+        np.where(held[:, None, None], x, -np.inf) for x in (middle - apart, middle + apart, middle, middle + 2.0)
+    )
+    error = np.where(held[:, None, None], 0.05, 0.0)
+    num_pages = ROWS * BLOCKS + 1
+    page = 1 + np.arange(ROWS * BLOCKS).reshape(ROWS, BLOCKS)
+    means, radius = rng.normal(size=(HEADS, num_pages, 2 * DIM)), rng.random((HEADS, num_pages))
+    pages = rng.normal(size=(HEADS, num_pages, PAGE, 2 * DIM))
+    last = np.maximum(length - 1, 0) // PAGE
+    tail = page[np.arange(ROWS), last]
+    for row in range(ROWS):  # what no token of the row has written
+        pages[:, tail[row], length[row] - last[row] * PAGE :] = np.nan
+        means[:, page[row, last[row] :]] = np.nan
+
+    def numbers(x, dtype=jnp.float32):
+        return jnp.asarray(x, dtype)
+
+    def of_pages(first: int) -> Pages:
+        return Pages(pool=numbers(means), page=numbers(page, jnp.int32), columns=(first, first + DIM))
+
+    def per_query(x) -> PerQuery:
+        return PerQuery(array=numbers(np.broadcast_to(x, middle.shape)))
+
+    query = rng.normal(size=(ROWS, HEADS, group, DIM))
+    stored = Stored(
+        query=PerQuery(array=numbers(query)),
+        low=per_query(low),
+        high=per_query(high),
+        middle=per_query(mean),
+        coded=per_query(coded if soft_cap is None else np.asarray(capped(numbers(coded), soft_cap))),
+        error=per_query(error),
+        key=Pages(pool=numbers(pages), page=numbers(tail, jnp.int32), columns=(0, DIM)),
+        value=Pages(pool=numbers(pages), page=numbers(tail, jnp.int32), columns=(DIM, 2 * DIM)),
+        key_scale=None,
+        value_scale=None,
+        key_min=of_pages(0),
+        key_max=of_pages(0),
+        key_mean=of_pages(0),
+        value_mean=of_pages(DIM),
+        value_radius=Pages(pool=numbers(radius), page=numbers(page, jnp.int32)),
+        mean_surprisal=None,
+        last_mass=per_query(rng.dirichlet(np.full(BLOCKS, 0.2), (ROWS, HEADS, group))),
+        sensitivity=PerQuery(array=numbers(rng.random((1, HEADS, group)))),
+        length=PerRow(array=numbers(length, jnp.int32)),
+        tolerance=PerRow(array=numbers(rng.choice([0.0, 0.02, 0.1, 0.4], ROWS))),
+    )
+    long, fresh = (PerRow(array=numbers(rng.random(ROWS) < 0.9, jnp.int32)) for _ in range(2))
+    words = rng.integers(0, 2**32, (ROWS, HEADS, BLOCKS // 32), dtype=np.uint32)
+    return stored, stored.length, Kept(long=long, fresh=fresh, last=PerHead(array=jnp.asarray(words)))
+
+
+@pytest.mark.parametrize(("window", "soft_cap", "group"), [(None, None, 4), (37, None, 3), (None, 2.0, 2)])
+@pytest.mark.parametrize("name", [*SELECTORS])
+@pytest.mark.parametrize("draws", [10, pytest.param(210, marks=pytest.mark.slow)])  # of 16 views each
+def test_a_selector_chooses_the_same_in_a_kernel(draws, name, window, soft_cap, group):
+    kind = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
+    numbers = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), SELECTORS[name])
+
+    def chosen(selector, stored, length, kept):
+        return chosen_of(kind, True, selection_of(kind, None, selector, stored), length, kept)
+
+    @jax.jit
+    def both(stored, length, kept):
+        inputs = numbers, stored, length, kept
+        return by_kernels(chosen, inputs, interpret=True), by_vmap(chosen, inputs)
+
+    rng = np.random.default_rng(len(name))
+    opened = 0.0
+    for _ in range(draws):
+        by_kernel, plain = both(*drawn(rng, group, soft_cap))
+        np.testing.assert_array_equal(by_kernel.mask, plain.mask)
+        np.testing.assert_array_equal(by_kernel.listed, plain.listed)
+        np.testing.assert_array_equal(by_kernel.count, plain.count)
+        np.testing.assert_allclose(by_kernel.estimate, plain.estimate, rtol=1e-5, atol=1e-5)
+        opened += float(np.mean(plain.opened)) / draws
+    assert 0.02 < opened < 0.6  # on average half of the blocks are held
