@@ -6,7 +6,6 @@ that to the same question with everything read.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from et_jax.serve.engine import load
 from et_jax.tasks.asking import counter, evaluate, grid
 from et_jax.tasks.generators import TASKS
 from scripts.measuring import experiment
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
 CONTROLS: dict[str, Controller] = {
     "off": preset("off"),
@@ -51,16 +50,15 @@ def groups(settings: Settings) -> Iterator[Group]:
         raise UsageError(f"--length is {settings.length}; {served.name} takes at most {served.max_model_len} tokens.")
     sizes = {"depths": settings.depths, "samples": settings.samples, "seed": settings.seed}
 
-    def arm(task: str, control: Controller) -> dict[str, Any]:
+    def arm(name: str, task: str) -> dict[str, Any]:
         asked = grid(counter(served), [task], [settings.length], **sizes)
-        found = evaluate(served, asked, control=control)
-        shares = {name: [getattr(one, name) for one in found] for name in ("share_read", "prompt_share_read")}
-        known = {name: np.asarray(each) for name, each in shares.items() if None not in each}
+        found = evaluate(served, asked, control=CONTROLS[name])
+        shares = {figure: [getattr(one, figure) for one in found] for figure in ("share_read", "prompt_share_read")}
+        known = {figure: np.asarray(each) for figure, each in shares.items() if None not in each}
         return {"right": np.asarray([one.right for one in found], np.float64)} | known
 
-    for task in settings.tasks:
-        arms = {name: partial(arm, task, CONTROLS[name]) for name in settings.controls}
-        yield Group(labels={"task": task}, arms=arms, baseline="off" if "off" in arms else None)
+    baseline = "off" if "off" in settings.controls else None
+    yield from grouped("task", settings.tasks, settings.controls, arm, baseline)
 
 
 FIGURES = {

@@ -7,12 +7,11 @@ run, and opens the fewest blocks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from et_jax.control import select
 from et_jax.control.selector import AnySelector
-from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, grouped, setting
 from scripts.measuring.selectors import guarded, true_mass
 from scripts.measuring.teacher_forced import Forced
 
@@ -43,9 +42,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         least = {"least_kept_mass": scores.kept_mass.min(axis=1)}
         return scores.by_row("share_read", "share_bytes", "divergence") | least
 
-    for tolerance in settings.tolerances:
-        arms = {name: partial(arm, name, tolerance) for name in BOUNDS}
-        yield Group(labels={"tolerance": tolerance}, arms=arms, baseline="true mass")
+    yield from grouped("tolerance", settings.tolerances, BOUNDS, arm, "true mass")
 
 
 FIGURES = {

@@ -6,12 +6,11 @@ those that come. "latent" ranks when N_d tokens are decoded, the others once the
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from et_jax.control.compression import named
 from et_jax.control.policies import POLICIES
-from scripts.measuring.experiment import Figure, Group, Missed, setting
+from scripts.measuring.experiment import Figure, Group, Missed, grouped, setting
 from scripts.measuring.teacher_forced import Forced
 
 
@@ -42,9 +41,8 @@ def groups(settings: Settings) -> Iterator[Group]:
         scores = bench.run(compression=how)
         return {"room": float(region)} | scores.by_row("share_read", "divergence", "loss", "agrees")
 
-    for share in settings.shares:
-        arms = {name: partial(arm, name, share) for name in settings.policies}
-        yield Group(labels={"share": share}, arms=arms, baseline="snapkv" if "snapkv" in arms else None)
+    baseline = "snapkv" if "snapkv" in settings.policies else None
+    yield from grouped("share", settings.shares, settings.policies, arm, baseline)
 
 
 FIGURES = {

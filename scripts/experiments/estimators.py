@@ -3,9 +3,8 @@
 The second half of each row of held-out text counts, where the model has context.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,15 @@ import numpy as np
 from et_jax.control import entropy
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
 ROUNDING = 1e-4  # nats by which the truth may miss the interval
+ESTIMATORS: dict[str, Callable[[int], entropy.Estimator]] = {
+    "exact": lambda k: entropy.ExactEstimator(),
+    "top k": entropy.TopKEstimator,
+    "tail corrected, share 1/2": lambda k: entropy.TailCorrectedEstimator(k, 0.5),
+    "tail corrected, share 1": lambda k: entropy.TailCorrectedEstimator(k, 1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +43,14 @@ def groups(settings: Settings) -> Iterator[Group]:
     logits, _ = text.held_out_logits(served, rows)
     truth = entropy.entropy(entropy.moments(logits))
 
-    def arm(estimator: entropy.Estimator) -> dict[str, Any]:
+    def arm(name: str, k: int) -> dict[str, Any]:
+        estimator = ESTIMATORS[name](k)
         found = jax.jit(lambda z: estimator(jax.nn.log_softmax(z, axis=-1), entropy.moments(z)))(logits)
         outside = (truth < found.low - ROUNDING) | (truth > found.high + ROUNDING)
         each = {"error": np.abs(found.entropy - truth), "width": found.high - found.low, "outside": outside}
-        return {name: np.asarray(one, np.float64).reshape(len(rows), -1).mean(axis=1) for name, one in each.items()}
+        return {figure: np.asarray(one, np.float64).reshape(len(rows), -1).mean(axis=1) for figure, one in each.items()}
 
-    for k in settings.listed:
-        made = {
-            "exact": entropy.ExactEstimator(),
-            "top k": entropy.TopKEstimator(k),
-            "tail corrected, share 1/2": entropy.TailCorrectedEstimator(k, 0.5),
-            "tail corrected, share 1": entropy.TailCorrectedEstimator(k, 1.0),
-        }
-        yield Group(labels={"k": k}, arms={name: partial(arm, one) for name, one in made.items()}, baseline="top k")
+    yield from grouped("k", settings.listed, ESTIMATORS, arm, "top k")
 
 
 FIGURES = {

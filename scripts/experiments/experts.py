@@ -7,7 +7,6 @@ and layers. "shuffled" shows the rule the entropies of other tokens.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from et_jax.control.experts import Entropy, ExpertRule, Mass, TopK
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.teacher_forced import SIGNALS, Scores, TeacherForced
 
@@ -63,10 +62,9 @@ def groups(settings: Settings) -> Iterator[Group]:
     def figures(scores: Scores) -> dict[str, Any]:
         return {"experts": scores.experts.mean(axis=1) / layers} | scores.by_row("loss", "divergence", "agrees")
 
-    def constant(number: int) -> dict[str, Any]:
-        return figures(bench.run(Controller(experts=TopK(number))))
-
     def arm(name: str, number: int) -> dict[str, Any]:
+        if name == "constant":
+            return figures(bench.run(Controller(experts=TopK(number))))
         make, least, most = RULES[name]
         told = {f"{SIGNALS}entropy": others} if name.endswith("shuffled") else None
 
@@ -75,11 +73,7 @@ def groups(settings: Settings) -> Iterator[Group]:
 
         return figures(paired.at_budget(run, "experts", number * layers, least, most, settings.within)[1])
 
-    for number in settings.experts:
-        arms = {name: partial(arm, name, number) for name in settings.rules}
-        yield Group(
-            labels={"experts": number}, arms={"constant": partial(constant, number)} | arms, baseline="constant"
-        )
+    yield from grouped("experts", settings.experts, ("constant", *settings.rules), arm, "constant")
 
 
 FIGURES = {

@@ -8,7 +8,6 @@ head the budget of another one of its layer.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from et_jax.control.budget import Budget
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedMass
 
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
@@ -67,11 +66,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         by_row = {name: getattr(found, name).mean(axis=1) for name in ("divergence", "loss")}
         return {"share_read": found.share_read} | by_row
 
-    made: Callable[[str, float], Callable[[], dict[str, Any]]] = partial(partial, arm)
-    for share in settings.shares:
-        yield Group(
-            labels={"share": share}, arms={name: made(name, share) for name in settings.arms}, baseline="constant"
-        )
+    yield from grouped("share", settings.shares, settings.arms, arm, "constant")
 
 
 FIGURES = {

@@ -13,7 +13,6 @@ import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace, value
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, spread evenly
 ENTROPY = {"paper_linear": priority.LinearPriority(), "paper_ratio": priority.RatioPriority()}
@@ -152,9 +151,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         shown = entropies[-1:] + entropies[:-1] if name.endswith("of another") else None
         return replay(served, RULES[name], asked, shown, spread * lengths / (settings.batch * load))
 
-    for times_served in settings.loads:
-        arms = {name: partial(arm, name, times_served) for name in settings.rules}
-        yield Group(labels={"load": times_served}, arms=arms, baseline="fcfs")
+    yield from grouped("load", settings.loads, settings.rules, arm, "fcfs")
 
 
 FIGURES = {

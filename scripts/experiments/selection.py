@@ -20,7 +20,7 @@ from et_jax.control.expected_error import ExpectedError
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, coded_mass
 from scripts.measuring import paired
-from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, grouped, setting
 from scripts.measuring.selectors import guarded, quest, true_mass
 from scripts.measuring.teacher_forced import Forced, Scores
 
@@ -69,6 +69,8 @@ def groups(settings: Settings) -> Iterator[Group]:
         return bench.run(guarded(*SELECTORS[name]), given={"tolerance": tolerance} | masses, few=few)
 
     def arm(name: str, share: float) -> dict[str, Any]:
+        if name == "dense":
+            return figures(bench.dense)
         if name in ("quest", "sinks and window"):  # the budget falls as what is left unread rises
 
             def spend(left: float, few: bool) -> Scores:
@@ -77,9 +79,7 @@ def groups(settings: Settings) -> Iterator[Group]:
             return figures(paired.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
         return figures(paired.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
 
-    for share in settings.shares:
-        arms = {name: partial(arm, name, share) for name in settings.selectors}
-        yield Group(labels={"share": share}, arms={"dense": lambda: figures(bench.dense)} | arms, baseline="quest")
+    yield from grouped("share", settings.shares, ("dense", *settings.selectors), arm, "quest")
 
 
 FIGURES = {

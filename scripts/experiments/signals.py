@@ -9,7 +9,6 @@ Every arm's tolerance is searched until it reads the wanted share of blocks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from scripts.measuring import paired
-from scripts.measuring.experiment import Figure, Group, setting
+from scripts.measuring.experiment import Figure, Group, grouped, setting
 from scripts.measuring.selectors import guarded
 from scripts.measuring.teacher_forced import Forced, Scores
 
@@ -73,9 +72,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within)[1]
         return found.by_row("share_read", "divergence", "loss", "agrees")
 
-    for share in settings.shares:
-        arms = {name: partial(arm, name, share) for name in (*of_tokens, *PER_HEAD)}
-        yield Group(labels={"share": share}, arms=arms, baseline="constant")
+    yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")
 
 
 FIGURES = {

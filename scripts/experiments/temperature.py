@@ -7,7 +7,6 @@ no target.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from et_jax.decode.request import request
 from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
 CLIP = {"low": 0.1, "high": 2.0}  # of every law and rule
 
@@ -77,17 +76,15 @@ def groups(settings: Settings) -> Iterator[Group]:
     length = settings.prompt_tokens + settings.tokens
     passages = text.rows(served, settings.text, settings.prompts, length)
 
-    def arm(control: Controller, target: float) -> dict[str, Any]:
+    def arm(name: str, target: float) -> dict[str, Any]:
         prompts = passages[:, : settings.prompt_tokens]
-        shown = continued(served, control, prompts, settings.tokens, settings.seed)
+        shown = continued(served, controllers(target)[name], prompts, settings.tokens, settings.seed)
         late = {name: np.asarray(one)[:, settings.burn_in :] for name, one in shown.items()}
         means = {name: one.mean(axis=1) for name, one in late.items()}
         off = np.abs(late["tempered_entropy"] - target).mean(axis=1)
         return means | {"off": off}
 
-    for target in settings.targets:
-        arms = {name: partial(arm, control, target) for name, control in controllers(target).items()}
-        yield Group(labels={"target, nats": target}, arms=arms, baseline="fixed")
+    yield from grouped("target, nats", settings.targets, controllers(1.0), arm, "fixed")
 
 
 FIGURES = {

@@ -1,11 +1,10 @@
-"""Snapshots and converted weights: bits flipped, files cut, absent or exchanged; and trees that are none.
+"""Snapshots and converted weights: bits flipped, files cut, absent or exchanged.
 
 The library that writes the folders names and fills their files a little differently each time, so a case names what
 happens to which file in order, not to which byte.
 """
 
 import dataclasses
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -22,26 +21,12 @@ from scripts.fuzzing import edits
 from scripts.fuzzing.small_folder import LLAMA, overlay, random_weights
 from scripts.fuzzing.watch import ACCEPTED, Fault
 
-# Trees to save, as expressions.
-_TREES = edits.listed(r"""
-    {}  None  {'a': None, 'b': jnp.ones(2)}  {'a': 'text'}  {'a': object()}  {'a': 1, 'b': 2.5, 'c': True}
-    {'a': np.arange(3), 'b': np.float64(2)}  {'a': np.array(['x', 'y'])}  {'a': np.array([None, {}], object)}
-    {'a/b': jnp.ones(2), 'a': {'b': jnp.zeros(2)}}  {'': jnp.ones(2), '..': jnp.ones(1), 'a.b': jnp.ones(3)}
-    {'\0': jnp.ones(1)}  {'\ud800': jnp.ones(2)}  {'n' * 300: jnp.ones(2)}  jnp.ones(2)
-    {1: jnp.ones(2), '1': jnp.zeros(2)}  (jnp.ones(2), [jnp.zeros((0, 3))])  {'a': jnp.zeros((0,))}
-    {'a': jax.random.key(1)}  {'a': jax.ShapeDtypeStruct((2,), jnp.float32)}
-    __import__('functools').reduce(lambda tree, _: {'a': tree}, range(60), jnp.ones(2))
-""")
-_PATHS = ("new", "new/deeper", "a b é", "n" * 300, "x\0y", "\ud800", "taken", "taken/below", "", "..", "new/../other")
 _CHANGES = ("damage " * 4 + "flip " * 3 + "remove swap folder stray copy bare").split()
 
 
 def draw(random: Random) -> dict[str, Any]:
-    """Return a case: a folder and the change of its files, or a tree and the path where it is saved."""
-    kind = random.choice(("snapshot", "snapshot", "snapshot", "converted", "save"))
-    if kind == "save":
-        path = random.choice(("new", random.choice(_PATHS)))
-        return {"kind": kind, "tree": random.choice(_TREES), "path": path}
+    """Return a case: a folder and the change of its files."""
+    kind = random.choice(("snapshot", "snapshot", "snapshot", "converted"))
     change, places = random.choice(_CHANGES), (edits.place(random), edits.place(random))
     return {"kind": kind, "change": change, "places": places, "damages": edits.damages(random)}
 
@@ -63,8 +48,6 @@ def prepare(folder: Path) -> Callable[..., str]:
     save_converted(folder / "converted", config, weights)
 
     def run(kind: str, **case: Any) -> str:
-        if kind == "save":
-            return _save(folder / "saved", **case)
         changed = overlay(folder / "changed", folder / kind, _changed(folder / kind, **case))
         if kind == "snapshot":
             _compare(snapshots.restore(changed, tree), tree)
@@ -84,16 +67,6 @@ def _compare(restored: Any, original: Any) -> None:
     for number, (a, b) in enumerate(pairs):
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():
             raise Fault("silent", f"array {number} came back changed")
-
-
-def _save(folder: Path, tree: str, path: str) -> str:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "taken").write_text("a file")
-    made = eval(tree)
-    snapshots.save(f"{folder}/{path}", made)
-    _compare(snapshots.restore(f"{folder}/{path}", jax.tree.map(jnp.asarray, made)), made)
-    return ACCEPTED
 
 
 def _changed(folder: Path, change: str, places: tuple[int, int], damages: list[edits.Damage]) -> dict[str, Any]:

@@ -19,11 +19,12 @@ model. An arm is a function without arguments. Of quality it returns the figures
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import math
 import pkgutil
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +66,15 @@ class Experiment:
     groups: Callable[[Any], Iterator[Group]]
     figures: Mapping[str, Figure]
     document: str | None = None
+
+
+def grouped(
+    label: str, values: Sequence[Any], names: Iterable[str], arm: Callable[..., Any], baseline: str | None
+) -> Iterator[Group]:
+    """Yield a group for each value of a label, whose arms are `arm(name, value)`."""
+    for value in values:
+        arms = {name: functools.partial(arm, name, value) for name in names}
+        yield Group(labels={label: value}, arms=arms, baseline=baseline)
 
 
 class Missed(ValueError):

@@ -38,6 +38,7 @@ from et_jax.models.transformer import initialise
 from et_jax.serve.engine import Model
 from et_jax.text import load_tokenizer
 from et_jax.types import Table, replace
+from scripts.measuring import shapes
 
 SIZES = {
     "max_num_seqs": 3,
@@ -52,28 +53,15 @@ SIZES = {
 """Four slots of which three advance, and fewer pages than they may fill."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-TINY = ModelConfig(
-    architecture="mistral",
-    vocab_size=4096,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_positions=LENGTH,
-    norm_eps=1e-6,
-    rope_theta=10_000.0,
-    windows=(None, None),
-)
-SLIDING = dataclasses.replace(TINY, windows=(14, 14))
-MIXTURE = dataclasses.replace(
+TINY = replace(shapes.SMALL, architecture="mistral", vocab_size=4096, max_positions=LENGTH)
+SLIDING = replace(TINY, windows=(14, 14))
+MIXTURE = replace(
     TINY,
     architecture="mixtral",
     intermediate_size=24,
     experts=ExpertConfig(num_experts=6, num_per_token=3, width=24, normalised=True, layers=(True, True)),
 )
-SMALL = dataclasses.replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
+SMALL = replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
 
 
 @functools.cache
