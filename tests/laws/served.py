@@ -1,11 +1,8 @@
 """A row of the table as it is served: its model, requests of every kind, and what all laws compare."""
 
-import dataclasses
-
 import jax
+import reopened
 from capabilities import Capability
-from reopened import assert_balanced as assert_pages_back
-from reopened import reopened
 from small_model import same_bits
 
 from et_jax.decode.request import request
@@ -33,7 +30,7 @@ class Served:
 
     def anew(self, **settings) -> Model:
         """The same programs, with another host around them that has served nothing."""
-        return reopened(self.model, **settings)
+        return reopened.reopened(self.model, **settings)
 
     def device(self) -> Device:
         """What a replica that has served nothing does on its device."""
@@ -78,16 +75,8 @@ def begun(served, slots: int = 2) -> Device:
 
 
 def bits(done: list[Completion]) -> list:
-    """Every bit of texts and traces but what company shares: what a token is charged."""
-    return [
-        (
-            one.text,
-            one.token_ids,
-            one.finish_reason,
-            [dataclasses.replace(row, cost=0.0, flops=0.0) for row in one.trace],
-        )
-        for one in done
-    ]
+    """Every bit of texts and traces but what sequences of one batch share: what a token is charged."""
+    return [reopened.bits(one, flops=0.0) for one in done]
 
 
 def assert_balanced(model: Model) -> None:
@@ -99,4 +88,4 @@ def assert_balanced(model: Model) -> None:
         assert same_bits(state.sampling, plain(state.active.shape))
         table = jax.device_get(replica.device.state.table)
         assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_kept
-    assert_pages_back(model)
+    reopened.assert_balanced(model)

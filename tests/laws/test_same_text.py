@@ -7,6 +7,7 @@ import dataclasses
 import random
 
 import pytest
+import reopened
 from capabilities import CAPABILITIES, Capability
 from served import Served, assert_balanced, bits
 
@@ -74,9 +75,7 @@ class Many(Served):
 
 def but_for_drafts(done: list[Completion]) -> list:
     """Every bit but what is told of the drafts."""
-    return [
-        (*rest, [dataclasses.replace(row, drafted=0, accepted=False) for row in trace]) for *rest, trace in bits(done)
-    ]
+    return [reopened.bits(one, flops=0.0, drafted=0, accepted=False) for one in done]
 
 
 @pytest.mark.slow

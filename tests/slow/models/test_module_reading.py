@@ -123,7 +123,6 @@ REFUSED = {
     "no attention": (no_attention, "has no part with an attention_fn; have its attention layers call"),
     "uncalled": (lambda: called_as(lambda self, t, p: self.head(self.embed(t))), "does not call the attention_fn"),
     "fails": (lambda: called_as(lambda self, t: t), UNCALLABLE),
-    "a mask": (lambda: called_as(lambda self, t, p, mask: t), "missing 1 required positional argument: 'mask'"),
     "scan": (lambda: called_as(in_a_scan), "calls its attention_fn within a scan of JAX; call its layers one after"),
     "vmap": (lambda: called_as(in_a_vmap), "calls its attention_fn within a vmap; call its layers on the whole batch"),
     "integers": (lambda: then(lambda _, x: x.astype(int)), "returns int32; logits are real numbers, before any"),
@@ -131,10 +130,6 @@ REFUSED = {
     "one axis": (lambda: then(lambda _, x: x[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: then(lambda _, x: (x,)), "returns tuple for tokens"),
     "NaN": (with_nan, "returns logits that are no numbers; look for NaN in its weights"),
-    "dropout": (
-        lambda: then(lambda self, x: self.drop(x, deterministic=False), drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
-        "changes its drop/rngs/count when it is called",
-    ),
     "statistics": (
         lambda: then(
             lambda self, x: self.normal(x, use_running_average=False),
@@ -154,15 +149,12 @@ REFUSED = {
     "unlike heads": (lambda: called_as(of_unlike_heads, other=another_attention(2)), "has layers with different heads"),
     "unhashable": (lambda: grouped(names={"a": {1, 2}}), "holds an attribute that cannot be hashed"),
     "bias": (lambda: called_as(biased), "puts a bias on the scores of its attention; the decoder serves softmax"),
-    "scale": (lambda: grouped(functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=1.0)), ANOTHER),
-    "not causal": (lambda: grouped(jax.nn.dot_product_attention), ANOTHER),
     "window": (
         lambda: grouped(
             functools.partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=(LENGTH - 10, 0))
         ),
         ANOTHER,
     ),
-    "rotary inside": (lambda: grouped(lambda q, k, v: causal(jnp.roll(q, 1, axis=-1), k, v)), ANOTHER),
     "heads in turn": (lambda: grouped(tiled), ANOTHER),
     "mixes tokens": (lambda: then(lambda _, x: x + jnp.roll(x, 1, axis=1)), IN_PARTS),
     "mixes rows": (lambda: then(lambda _, x: x + jnp.mean(x, axis=0)), IN_PARTS),

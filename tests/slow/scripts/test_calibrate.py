@@ -10,16 +10,8 @@ from scripts_here import script
 def test_what_cannot_be_measured_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     calibrate = script("calibrate")
     monkeypatch.setattr(calibrate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"It was."))
     (tmp_path / "torn.tar.gz").write_bytes(gzip.compress(b"It was.")[:20])
-    (tmp_path / "folder.tar").mkdir()
-    (tmp_path / "text").write_text("It was.\n")
-    texts = [str(tmp_path / name) for name in ("empty", "packed.txt.gz", "torn.tar.gz", "folder.tar", "absent", "")]
-    given = [(["--text", text], text) for text in texts]
-    given += [(["--text", str(tmp_path / "text"), "--rows", rows], "--rows") for rows in ("0", "-1", "9" * 30)]
-    given += [(["--text", str(tmp_path / "text"), "--output", name], "--output") for name in ("", "absent")]
-    for arguments, named in given:
+    for arguments, named in ((["--text", str(tmp_path / "torn.tar.gz")], "torn.tar.gz"), (["--text", ""], "")):
         monkeypatch.setattr(sys, "argv", ["calibrate", *arguments])
         try:
             code = calibrate.main()

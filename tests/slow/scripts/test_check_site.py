@@ -38,11 +38,7 @@ def test_a_sound_site_has_no_faults(tmp_path):
         ('<a href="three.html">', "three.html is not there"),
         ('<a href="../outside.html">', "../outside.html is not there"),
         ('<a href="two.html#start">', "two.html#start has no such anchor"),
-        ('<a href="#bottom">', "#bottom has no such anchor"),
-        ('<iframe src="gone.html"></iframe>', "gone.html is not there"),
-        ('<script src="https://cdn.example/x.js"></script>', "loads https://cdn.example/x.js from a network"),
-        ('<script src="//cdn.example/x.js"></script>', "loads //cdn.example/x.js from a network"),
-        ('<link href="https://fonts.example/css?family=R">', "loads https://fonts.example/css?family=R from a network"),
+        ('<link href="//fonts.example/css?family=R">', "loads //fonts.example/css?family=R from a network"),
         ('<script>load("https://cdn.example/y.js")</script>', "loads https://cdn.example/y.js from a network"),
         (
             '<script data-settings="{&quot;url&quot;: &quot;https://cdn.example/z.js&quot;}"></script>',

@@ -32,23 +32,6 @@ def test_a_budget_that_no_setting_spends_is_told_with_the_nearest():
         matched(lambda setting: (0.6 if setting < 1 else 0.2, None), 0.5, 1e-7, 1e3)
 
 
-def test_a_saving_is_a_share_of_the_baseline_over_the_same_rows():
-    baseline = np.array([1.0, 2.0, 4.0, 8.0])
-    assert saving(0.75 * baseline, baseline) == {"share": 0.25, "low": 0.25, "high": 0.25}
-
-
-def test_an_interval_contains_the_truth_as_often_as_it_says():
-    """200 sets of 40 rows whose true saving is 0.2: about 190 intervals contain it, and nearly all exclude none."""
-    rng = np.random.default_rng(0)
-    held = seen = 0
-    for _ in range(200):
-        baseline = rng.gamma(4.0, size=40)
-        found = saving(baseline * 0.8 * rng.gamma(25.0, 1 / 25.0, size=40), baseline)
-        held += found["low"] <= 0.2 <= found["high"]
-        seen += found["low"] > 0.0
-    assert 178 <= held <= 199 and seen >= 190
-
-
 def test_an_interval_of_a_mean_is_as_wide_as_its_error():
     """Of 60 rows, 1.96 standard errors to either side; of equal rows, nothing."""
     rows = np.random.default_rng(0).normal(5.0, 2.0, size=60)
@@ -59,15 +42,13 @@ def test_an_interval_of_a_mean_is_as_wide_as_its_error():
 
 
 def test_an_arm_at_a_budget_gives_what_it_gave_on_all_rows():
-    """The search begins on few rows, of which the answer is another; where no setting comes near the arm is missed."""
+    """The search begins on few rows, of which the answer is another."""
 
     def run(setting: float, few: bool) -> SimpleNamespace:
         return SimpleNamespace(share=np.full(2 if few else 4, 1 / (1 + setting * (3 if few else 1))))
 
     setting, found = at_budget(run, "share", 0.25, 1e-6, 1e6, within=0.01)
     assert setting == pytest.approx(3.0, rel=0.02) and len(found.share) == 4
-    with pytest.raises(Missed, match=r"no setting from 1e-06 to 0.1 spends 0.2500"):
-        at_budget(run, "share", 0.25, 1e-6, 0.1, within=0.01)
 
 
 def test_a_saving_and_its_interval_are_of_sums():

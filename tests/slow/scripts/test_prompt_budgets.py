@@ -46,15 +46,6 @@ def test_where_all_is_read_the_logits_are_those_of_the_plain_forward_pass():
     np.testing.assert_array_equal(num_held, MODEL.num_layers * MODEL.num_kv_heads * before)
 
 
-def test_reading_less_is_another_distribution_and_is_counted():
-    dense = read(ConstantBudget(tokens=LENGTH, **COMMON))[0]
-    got, num_read, _ = read(ConstantBudget(tokens=PAGE, **COMMON))
-    divergence = jnp.sum(jnp.exp(dense) * (dense - got), axis=2)
-    per_head = sum(min(1, start // PAGE) for start in range(0, LENGTH, SEGMENT))
-    np.testing.assert_array_equal(num_read, MODEL.num_layers * MODEL.num_kv_heads * per_head)
-    assert divergence[:, :SEGMENT].max() < 1e-6 and divergence[:, 2 * SEGMENT :].mean() > 1e-3
-
-
 @pytest.mark.parametrize("tokens", [4.0, 6.0, 16.0])
 def test_a_traced_size_is_the_size_itself(tokens):
     sized, _ = SizedConstant(tokens=tokens, **COMMON).choose(segment(), {})
@@ -79,11 +70,3 @@ def test_a_shuffle_gives_heads_each_others_budgets():
         assert abs(int(one.sum()) - int(other.sum())) <= 1 and one[0] != one[1]
         differ += abs(int(one[0]) - int(other[0])) > 1
     assert 0 < differ < 8
-
-
-def test_what_knows_nothing_of_the_queries():
-    recent, _ = SizedConstant(tokens=12.0, by="place", **COMMON).choose(segment(), {})
-    np.testing.assert_array_equal(np.flatnonzero(recent[0]), [0, 8, 9])
-    one, other = (SizedConstant(tokens=12.0, by="chance", **COMMON).choose(segment(number), {})[0] for number in (0, 1))
-    np.testing.assert_array_equal(one, other)
-    assert one.sum() == 6 and not one[:, 10:].any()

@@ -1,12 +1,8 @@
-"""Requests are replayed in the order of a rule, as a simulation has it step by step; traces are read or refused."""
-
-import gzip
-import json
+"""Requests are replayed in the order of a rule, as a simulation has it step by step."""
 
 import numpy as np
 import pytest
 
-from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from scripts.experiments import scheduling
@@ -55,16 +51,3 @@ def test_requests_are_served_in_the_order_of_the_rule(model, name):
     np.testing.assert_allclose(found["latency"], last - arrived)
     np.testing.assert_allclose(found["first_token"], first - arrived)
     assert found["tokens_per_step"] == sum(LENGTHS) / now
-
-
-def test_a_trace_is_read_and_refused_where_it_ends(tmp_path):
-    path = tmp_path / "trace.jsonl.gz"
-    with gzip.open(path, "wt") as file:
-        for i in range(3):
-            file.write(json.dumps({"input_length": i, "output_length": 10 * i, "timestamp": 100 * i}) + "\n")
-    np.testing.assert_array_equal(scheduling.recorded(path, 2), [[0, 1], [0, 10], [0, 100]])
-    with pytest.raises(UsageError, match="has 3 requests and 4 were asked for"):
-        scheduling.recorded(path, 4)
-    path.write_text("not gzip")
-    with pytest.raises(UsageError, match="cannot be read"):
-        scheduling.recorded(path, 2)

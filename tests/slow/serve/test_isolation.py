@@ -7,7 +7,6 @@ from reopened import SIZES, assert_balanced, bits, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
-from et_jax.models.weights import Dense
 from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
@@ -88,26 +87,6 @@ def test_a_request_that_cannot_be_read_is_an_answer_among_others(model, monkeypa
     assert [len(done[i].token_ids) for i in range(5)] == [3, 0, 3, 0, 0]
     for i, said in {1: "torn", 3: "The prompt is empty", 4: "300 tokens"}.items():
         assert done[i].finish_reason == "error" and said in str(done[i].error)
-
-
-def test_weights_that_are_damaged_for_one_token_harm_only_the_texts_that_meet_it(model):
-    """A prompt with the token whose embedding is no number; the pages it wrote are used by others afterwards."""
-    requests = asked(model.tokenizer)
-    token = next(t for t in range(5, 500) if not any(t in tuple(one.prompt) for one in requests))
-    params = model.params
-    head = params.embedding if params.head is None else params.head
-    damaged = replace(params, embedding=Dense(array=params.embedding.array.at[token].set(jnp.nan)), head=head)
-    spoilt = reopened(model, params=damaged, prefix_cache=False)
-    healthy = [one for i, one in enumerate(requests) if i != 2]
-    expected = {one.params.seed: spoilt.generate(one)[0] for one in healthy}
-    assert all(token not in one.token_ids for one in expected.values())
-    bad = replace(requests[2], prompt=(*requests[2].prompt[:8], token, *requests[2].prompt[8:]))
-    for _ in range(3):
-        done = spoilt.generate([*requests[:2], bad, *requests[3:]])
-        assert done[2].finish_reason == "error" and "The logits after 0 tokens are not numbers" in str(done[2].error)
-        assert [bits(one) for i, one in enumerate(done) if i != 2] == [
-            bits(expected[one.params.seed]) for one in healthy
-        ]
 
 
 BAD = [

@@ -1,7 +1,6 @@
 """A small model beside the model in the engine: turns by entropy, bounds of one request each, refusals in words."""
 
 import json
-import math
 import shutil
 
 import pytest
@@ -51,14 +50,6 @@ def test_both_speak_and_every_request_has_its_own_bound(guarded):
     assert [bits(one, flops=0.0) for one in done] == [bits(one, flops=0.0) for one in together]
     assert model.metrics.preemptions > 0
     assert_balanced(model)
-
-
-def test_without_a_bound_the_small_model_speaks_alone(guarded):
-    params = SamplingParams(max_tokens=12, temperature=0.7, seed=4)
-    [done] = guarded.generate(PROMPTS[:1], params, control=preset("ead_guarded", tau=math.inf))
-    [alone] = et_jax.load(**SIZES | {"max_model_len": 96}).generate(PROMPTS[:1], params)
-    assert done.token_ids == alone.token_ids
-    assert [row.entropy for row in done.trace] == [row.entropy for row in alone.trace]
 
 
 def test_a_model_that_does_not_fit_the_other_is_refused(tmp_path):
