@@ -27,15 +27,14 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.tolerance import Constant
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode
-from et_jax.models.calibration import Calibration
 from et_jax.models.params import Params
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import load
-from et_jax.types import Table, replace
+from et_jax.types import replace
 from scripts.measuring.experiment import Figure, Group, setting
 from scripts.measuring.random_folder import random_folder
 from scripts.measuring.selectors import guarded, quest
-from scripts.measuring.shapes import Shaped
+from scripts.measuring.shapes import Shaped, even_heads
 from scripts.measuring.states import filled, whole_context, with_random_pages
 from scripts.measuring.timing import Round, seconds
 
@@ -95,11 +94,8 @@ def groups(settings: Settings) -> Iterator[Group]:
     params = initialise(settings.model_of(1), jax.random.key(settings.seed), jnp.bfloat16)
     for context in settings.contexts:
         model = settings.model_of(context + 2 * settings.steps)
-        heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
         for rows in settings.rows:
-            config = whole_context(
-                model, rows, "bfloat16", max_steps=settings.steps, calibration=Calibration(sensitivity=Table(heads))
-            )
+            config = whole_context(model, rows, "bfloat16", max_steps=settings.steps, calibration=even_heads(model))
             under = {
                 name: dataclasses.replace(config, controller=controller(name, settings.quest))
                 for name in settings.controls

@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+
+from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
+from et_jax.types import Table
 from scripts.measuring.experiment import Base, setting
 
 # Two layers that compile in a moment, with two query heads on each KV head.
@@ -56,6 +60,12 @@ SHAPES = {
     "smollm-135m": SMOLLM_135M,
     "llama-3-8b": LLAMA_3_8B,
 }
+
+
+def even_heads(model: ModelConfig) -> Calibration:
+    """Return a calibration by which a model is as sensitive to each of its heads."""
+    shape = model.num_layers, model.num_kv_heads, model.group_size
+    return Calibration(sensitivity=Table(np.ones(shape, np.float32)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

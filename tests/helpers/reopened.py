@@ -3,6 +3,7 @@
 from et_jax.models.params import Params
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
 
 SMALL = {"name": "bundled-small", "max_model_len": 128, "prefill_batch": 32}
@@ -10,6 +11,24 @@ SIZES = SMALL | {"max_num_seqs": 4, "max_resident_seqs": 6, "num_pages": 40}
 """Six slots of which four advance, and fewer pages than they may fill. Tests that load these share programs."""
 
 TWO_SLOTS = SMALL | {"max_num_seqs": 2, "max_model_len": 96}
+
+
+SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
+
+
+def asked(tokenizer, count: int, *, longer: int, limit: int = 12, more: int = 1, **settings) -> list[GenerationRequest]:
+    """Return requests whose seeds are their numbers, each with `longer` tokens of prompt and a limit `more` higher.
+
+    Every third prompt begins alike.
+    """
+    tokens = tokenizer.encode(SENTENCE * 4)
+    return [
+        GenerationRequest(
+            prompt=tuple(tokens[i % 3 : 9 + longer * i]),
+            params=SamplingParams(**{"max_tokens": limit + more * i, "seed": i, "ignore_eos": True} | settings),
+        )
+        for i in range(count)
+    ]
 
 
 def reopened(model: engine.Model, *, params: Params | None = None, **settings) -> engine.Model:

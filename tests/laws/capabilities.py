@@ -14,7 +14,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from decoders import a_little_warmer, by_entropy, even_blocks
 from flax import nnx
 from own_modules import LENGTH, Plain
@@ -30,14 +29,14 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import mass
 from et_jax.models import stacks
 from et_jax.models.bundled import bundled_folder
-from et_jax.models.calibration import Calibration, write_calibration
+from et_jax.models.calibration import write_calibration
 from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.module import ModuleConfig
 from et_jax.models.transformer import initialise
 from et_jax.serve.engine import Model
 from et_jax.text import load_tokenizer
-from et_jax.types import Table, replace
+from et_jax.types import replace
 from scripts.measuring import shapes
 
 SIZES = {
@@ -74,8 +73,7 @@ def folder(config: ModelConfig) -> Path:
     write_hugging_face(path, config, drawn)
     for name in TOKENIZER_FILES:
         shutil.copy(bundled_folder() / name, path / name)
-    heads = np.ones((config.num_layers, config.num_kv_heads, config.group_size), np.float32)
-    write_calibration(path, Calibration(sensitivity=Table(heads)), {})
+    write_calibration(path, shapes.even_heads(config), {})
     return path
 
 

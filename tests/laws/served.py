@@ -12,8 +12,6 @@ from et_jax.serve.device import Device
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
-
 
 class Served:
     """A row of the table with its model, loaded and compiled once, and requests of every kind.
@@ -23,7 +21,7 @@ class Served:
 
     def __init__(self, capability: Capability) -> None:
         self.capability, self.model = capability, capability.opened()
-        self.tokens = self.model.tokenizer.encode(SENTENCE * 4)
+        self.tokens = self.model.tokenizer.encode(reopened.SENTENCE * 4)
         self.requests = self._asked()
         quiet = self.anew(prefix_cache=False)
         self.alone = [one for request in self.requests for one in quiet.generate(request)]

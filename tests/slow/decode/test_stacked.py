@@ -16,12 +16,11 @@ from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.request import request
-from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacks_of
 from et_jax.serve.chunks import calls
-from et_jax.types import Table
+from scripts.measuring.shapes import even_heads
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -49,9 +48,7 @@ WAYS = {
 
 def of(model: ModelConfig, stacked: bool, **changes) -> tuple[Decoder, tuple[Params, ...]]:
     """A decoder of layers that are stacked or apart, and the weights of its models."""
-    heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
-    measured = Calibration(sensitivity=Table(heads))
-    changes = {"keep": frozenset({"logits"}), "calibration": measured, "num_pages": 49} | changes
+    changes = {"keep": frozenset({"logits"}), "calibration": even_heads(model), "num_pages": 49} | changes
     chunk = changes.get("controller", Controller()).budget
     if chunk is not None:
         size = -(-chunk.segment // PAGE) * PAGE

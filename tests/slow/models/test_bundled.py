@@ -1,12 +1,10 @@
 """The models that travel with the package: found by their names, of one family, the small one near the large one."""
 
 import numpy as np
-import pytest
 
 from et_jax import load
-from et_jax.models.bundled import bundled_folder, is_bundled, named_folder
+from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import read_config
-from et_jax.models.hub import resolve
 from et_jax.models.params import num_weights
 from et_jax.training import corpus, distillation, recipe
 
@@ -19,13 +17,6 @@ TEXT = (
     "feelings on the part of some of the work-people with whom I was acquainted, had laid open to me the hearts of one "
     "or two of the more thoughtful among them."
 )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_bundled_model_is_found_by_its_name(name):
-    assert is_bundled(name)
-    assert resolve(name) == named_folder(name) == bundled_folder(name)
-    assert not is_bundled(name.replace("-", "_") + "_")
 
 
 def test_the_models_are_one_family():

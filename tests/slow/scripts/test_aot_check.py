@@ -58,41 +58,27 @@ def test_what_chips_tell_each_other_is_counted():
     assert script("aot_check").collectives(TEXT) == ""
 
 
-def test_a_program_of_other_talk_than_is_recorded_fails(monkeypatch):
-    monkeypatch.setenv("ET_JAX_TEST_CACHE", "off")
-    aot_check, memory = script("aot_check"), dict.fromkeys(("temp", "argument", "output", "alias"), 0)
-    sizes = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in memory.items()})
-    compiled = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
-    lowered = SimpleNamespace(compile=lambda: compiled, as_text=lambda: "")
-
-    def line(recorded: str) -> tuple[str, bool]:
-        asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
-        lowering = Lowering(lower=lambda: lowered, **asked)
-        return aot_check.check(Program(name="", chip="", build=lambda: lowering))
-
-    assert line("1 all-gather, 2 all-reduce")[1]
-    for recorded in ("2 all-reduce", ""):
-        told, passed = line(recorded)
-        assert not passed and f"1 all-gather, 2 all-reduce, not {recorded or 'nothing'}" in told
-
-
-def test_a_program_that_passed_is_compiled_again_once_it_changes_and_one_that_failed_always(monkeypatch, tmp_path):
+def test_other_talk_than_is_recorded_fails_and_what_passed_is_compiled_again_once_it_changes(monkeypatch, tmp_path):
     monkeypatch.setenv("ET_JAX_TEST_CACHE", str(tmp_path))
     aot_check, compiled = script("aot_check"), []
     sizes = SimpleNamespace(**{f"{one}_size_in_bytes": 0 for one in ("temp", "argument", "output", "alias")})
 
-    def compiles(text: str, recorded: str) -> tuple[int, bool]:
-        """How often the compiler ran for a program of this lowered text, and whether it passed."""
+    def checked(text: str, recorded: str) -> tuple[int, str, bool]:
+        """How often the compiler ran for a program of this lowered text, the line of the report, whether it passed."""
         compiled.clear()
         program = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
         lowered = SimpleNamespace(compile=lambda: compiled.append(text) or program, as_text=lambda: text)
         asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
-        passed = aot_check.check(Program(name="", chip="", build=lambda: Lowering(lower=lambda: lowered, **asked)))[1]
-        return len(compiled), passed
+        lowering = Lowering(lower=lambda: lowered, **asked)
+        line, passed = aot_check.check(Program(name="", chip="", build=lambda: lowering))
+        return len(compiled), line, passed
 
     right = "1 all-gather, 2 all-reduce"
-    assert [compiles("a", right), compiles("a", right), compiles("b", right)] == [(1, True), (0, True), (1, True)]
-    assert [compiles("a", ""), compiles("a", "")] == [(1, False), (1, False)]
+    for text, runs in (("a", 1), ("a", 0), ("b", 1)):
+        assert checked(text, right)[::2] == (runs, True)
+    for _ in range(2):  # one that failed is compiled always
+        runs, line, passed = checked("a", "2 all-reduce")
+        assert runs == 1 and not passed and f"{right}, not 2 all-reduce" in line
 
 
 def test_a_copy_of_a_whole_array_is_found_and_named():

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.models.calibration import Calibration, write_calibration
-from et_jax.types import Table
+from et_jax.models.calibration import write_calibration
 from scripts.measuring import experiment, runner
 from scripts.measuring.random_folder import random_folder
 from scripts.measuring.results import REPOSITORY
-from scripts.measuring.shapes import SMALL
+from scripts.measuring.shapes import SMALL, even_heads
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -25,8 +24,7 @@ TRAINED = {"drafting", "experts", "switching", "throughput"}  # that take the mo
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = random_folder(tmp_path_factory.mktemp("model"), SHAPE, jnp.float32)
-    heads = np.ones((SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.group_size), np.float32)
-    write_calibration(path, Calibration(sensitivity=Table(heads)), {})
+    write_calibration(path, even_heads(SHAPE), {})
     return path
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import SIZES
+from reopened import SENTENCE, SIZES
 
 from et_jax.decode.cache import token_width
 from et_jax.decode.eight_bits import dtype_named
@@ -13,7 +13,6 @@ from et_jax.serve.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-PROMPT = "It was in the spring of that year that the old house by the river was let again. " * 2
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SHARED = SIZES | {"page_size": 4, "num_pages": 130, "max_num_seqs": 2, "max_resident_seqs": 2, "dtype": "float32"}
 
@@ -21,7 +20,7 @@ SHARED = SIZES | {"page_size": 4, "num_pages": 130, "max_num_seqs": 2, "max_resi
 def served(cache_dtype: str):
     """A model of float32 weights, its completion of the prompt, and the entropies of that."""
     model = engine.load(**SHARED | {"cache_dtype": cache_dtype})
-    [done] = model.generate(PROMPT, GREEDY)
+    [done] = model.generate(SENTENCE * 2, GREEDY)
     stored = {layer.pages.dtype for layer in model.decoder().empty().plants[0].cache.layers}
     assert stored == {dtype_named(cache_dtype) if cache_dtype != "auto" else jnp.dtype(jnp.float32)}
     entropies = np.array([row.entropy for row in done.trace])

@@ -4,7 +4,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from reopened import SIZES, assert_balanced, bits, reopened
+from reopened import SIZES, asked, assert_balanced, bits, reopened
 
 from et_jax.control.budget import ConstantBudget
 from et_jax.control.compression import named
@@ -12,13 +12,11 @@ from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sizing import decoder_config
 from et_jax.serve.totals import Totals
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 SMALL = SIZES | {"page_size": 4, "cache_budget": 36, "max_model_len": 256, "num_pages": 91}
 
 
@@ -27,20 +25,8 @@ def model():
     return engine.load(**SMALL, tell_reads=True)
 
 
-def asked(tokenizer, count: int = 5, **settings) -> list[GenerationRequest]:
-    """Requests of several lengths, some of which begin alike, and which are compressed up to nine times."""
-    tokens = tokenizer.encode(SENTENCE * 4)
-    return [
-        GenerationRequest(
-            prompt=tuple(tokens[(i % 3) : 9 + 12 * i]),
-            params=SamplingParams(**{"max_tokens": 40 + 18 * i, "seed": i, "ignore_eos": True} | settings),
-        )
-        for i in range(count)
-    ]
-
-
 def test_the_cache_of_a_long_sequence_stays_small_and_changes_what_is_written(model):
-    config, [request] = model.decoder_config, asked(model.tokenizer, 1, max_tokens=200, temperature=0.0)
+    config, [request] = model.decoder_config, asked(model.tokenizer, 1, longer=12, max_tokens=200, temperature=0.0)
     [done] = model.generate([request])
     heads = config.model.num_layers * config.model.num_kv_heads
     room, every = config.layout.region, config.compression.every
@@ -58,7 +44,7 @@ def test_the_cache_of_a_long_sequence_stays_small_and_changes_what_is_written(mo
 
 def test_a_sequence_longer_than_the_pool_is_served(model):
     """It never has more than a region and a quarter, so 16 pages of 4 tokens do for 200 tokens and more."""
-    request = asked(model.tokenizer, 1, max_tokens=200)
+    request = asked(model.tokenizer, 1, longer=12, max_tokens=200)
     [done] = model.generate(request)
     assert all(sum(map(sum, row.reads)) == row.blocks_read for row in done.trace)
     short = engine.load(**SMALL | {"num_pages": 16}, tell_reads=True)
@@ -86,7 +72,7 @@ def test_a_prompt_read_in_part_is_compressed_like_another():
     """Both halves of EntropyInfer: the bits are those of each alone, and the completion says what was left out."""
     control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
     model = engine.load(**SMALL, control=control, audit=True)
-    requests = asked(model.tokenizer)
+    requests = asked(model.tokenizer, 5, longer=12, limit=40, more=18)
     together = model.generate(requests)
     assert [bits(one) for one in together] == [bits(reopened(model).generate([one])[0]) for one in requests]
     short, longest = together[0].prompt_read, together[-1].prompt_read

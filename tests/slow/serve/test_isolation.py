@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import SIZES, assert_balanced, bits, reopened
+from reopened import SENTENCE, SIZES, asked, assert_balanced, bits, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
@@ -14,24 +14,10 @@ from et_jax.types import replace, value
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
-
 
 @pytest.fixture(scope="module")
 def model():
     return engine.load(**SIZES)
-
-
-def asked(tokenizer, count: int = 6, **settings) -> list[GenerationRequest]:
-    """Requests of different lengths, whose seeds are their numbers."""
-    tokens = tokenizer.encode(SENTENCE * 3)
-    return [
-        GenerationRequest(
-            prompt=tuple(tokens[i : i + 9 + 5 * i]),
-            params=SamplingParams(**{"max_tokens": 12 + i, "seed": i, "ignore_eos": True} | settings),
-        )
-        for i in range(count)
-    ]
 
 
 def torn_where(monkeypatch, owner, name: str, fails) -> None:
@@ -48,7 +34,7 @@ def torn_where(monkeypatch, owner, name: str, fails) -> None:
 
 def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkeypatch, caplog):
     """In its settings, in the pool, as a token is delivered, and as an end is."""
-    served, requests = reopened(model), asked(model.tokenizer)
+    served, requests = reopened(model), asked(model.tokenizer, 6, longer=5)
     expected = reopened(model).generate(requests)
     [replica] = served.replicas().replicas
     submit = replica.queue.submit
@@ -76,17 +62,6 @@ def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkey
     assert "could not be delivered" in caplog.text
     assert served.metrics.finished == {"length": 3, "error": 3}
     assert_balanced(served)
-
-
-def test_a_request_that_cannot_be_read_is_an_answer_among_others(model, monkeypatch):
-    served = reopened(model)
-    torn_where(monkeypatch, type(model.tokenizer), "encode", lambda _, text: "!" in text)
-    params = SamplingParams(max_tokens=3)
-    prompts = ["One", "Two!", "Three", "", (1,) * 300]
-    done = dict(served.as_completed(GenerationRequest(prompt=prompt, params=params) for prompt in prompts))
-    assert [len(done[i].token_ids) for i in range(5)] == [3, 0, 3, 0, 0]
-    for i, said in {1: "torn", 3: "The prompt is empty", 4: "300 tokens"}.items():
-        assert done[i].finish_reason == "error" and said in str(done[i].error)
 
 
 BAD = [
@@ -167,7 +142,7 @@ def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(m
 
     requests = [
         replace(one, params=replace(one.params, temperature=heat))
-        for one, heat in zip(asked(model.tokenizer), (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), strict=True)
+        for one, heat in zip(asked(model.tokenizer, 6, longer=5), (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), strict=True)
     ]
     done, expected = model.generate(requests, control=Controller(priority=rule)), model.generate(requests)
     assert [bits(one) for one in done[:5]] == [bits(one) for one in expected[:5]]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from own_modules import LENGTH, Grouped, Plain, own_logits
+from reopened import SENTENCE, asked
 
 import et_jax
 from et_jax.control.budget import ConstantBudget
@@ -24,7 +25,6 @@ from et_jax.types import Table, replace
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 VOCABULARY = 4096
-SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 SIZES = {"max_num_seqs": 3, "page_size": 8, "prefill_batch": 32, "compilation_cache": None}
 SENSITIVE = Calibration(sensitivity=Table(np.ones((2, 4, 1), np.float32)))
 TOKENIZER = load_tokenizer(bundled_folder())
@@ -45,17 +45,6 @@ def plain():
     return loaded(Plain)
 
 
-def asked(count: int = 5, **settings) -> list[GenerationRequest]:
-    tokens = TOKENIZER.encode(SENTENCE * 3)
-    return [
-        GenerationRequest(
-            prompt=tuple(tokens[: 9 + 8 * i]),
-            params=SamplingParams(**{"max_tokens": 10 + i, "seed": i, "temperature": 0.9} | settings),
-        )
-        for i in range(count)
-    ]
-
-
 def test_entropies_and_surprisals_are_those_of_the_module_s_own_pass():
     """With grouped KV heads and rotary positions; a law holds the logits of the other module to its own pass."""
     prompt, params = tuple(TOKENIZER.encode(SENTENCE * 2)), SamplingParams(max_tokens=12, seed=1, temperature=1.0)
@@ -72,7 +61,7 @@ def test_entropies_and_surprisals_are_those_of_the_module_s_own_pass():
 
 def test_blocks_of_a_prompt_are_left_unread(plain):
     control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
-    done = plain.generate(asked(), control=control)
+    done = plain.generate(asked(TOKENIZER, 5, longer=8, temperature=0.9), control=control)
     read = [one.prompt_read for one in done]
     assert any("model Plain: Plain, 2 layers, " in line for line in plain.describe())
     assert all(one.finish_reason == "length" for one in done)
@@ -84,7 +73,7 @@ def test_drafts_change_no_completion(plain):
     """By lookups, and by a small model where these find nothing."""
     circle = GenerationRequest(prompt=SENTENCE * 2, params=SamplingParams(max_tokens=30, temperature=0.0))
     drafted = loaded(Plain, draft="lookup+bundled-small", draft_tokens=4, draft_length="fixed")
-    requests = [*asked(3, temperature=0.0), circle]
+    requests = [*asked(TOKENIZER, 3, longer=8, temperature=0.0), circle]
     done = drafted.generate(requests)
     assert [one.token_ids for one in done] == [one.token_ids for one in plain.generate(requests)]
     assert sum(row.accepted for one in done for row in one.trace) > 0
@@ -94,7 +83,7 @@ def test_drafts_change_no_completion(plain):
 def test_a_cache_may_be_compressed_and_of_another_dtype():
     with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
         model = loaded(Plain, cache_budget=40, cache_dtype="bfloat16")
-        [done] = model.generate(asked(1, max_tokens=60))
+        [done] = model.generate(asked(TOKENIZER, 1, longer=8, max_tokens=60))
     assert len(done.token_ids) == 60 and done.tokens_left_out > 0
     assert {layer.pages.dtype for layer in model.decoder().empty().plants[0].cache.layers} == {jnp.dtype(jnp.bfloat16)}
 

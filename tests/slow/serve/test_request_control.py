@@ -1,7 +1,7 @@
 """Requests with numbers of their own: one program for all, and each completion as under that controller alone."""
 
 import pytest
-from reopened import SIZES, bits
+from reopened import SENTENCE, SIZES, bits
 
 import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
@@ -13,7 +13,6 @@ from et_jax.types import replace
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PARAMS = SamplingParams(max_tokens=6, seed=5, ignore_eos=True)
-PROMPT = "It was in the spring of that year that the old house by the river was let again. " * 2
 GIVEN = {"target_entropy": 2.0, "tolerance": 0.05}
 
 
@@ -29,10 +28,10 @@ def numbers(i: int) -> dict[str, float]:
 def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     model.warm_up()
     before = made().programs
-    asked = [GenerationRequest(prompt=PROMPT, params=PARAMS, control=numbers(i)) for i in range(100)]
+    asked = [GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=numbers(i)) for i in range(100)]
     other = preset("guarded", target_entropy=1.0, tolerance=0.01)
-    by_value = GenerationRequest(prompt=PROMPT, params=PARAMS, control=other)
-    by_name = GenerationRequest(prompt=PROMPT, params=PARAMS, control={"target_entropy": 1, "tolerance": 0.01})
+    by_value = GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=other)
+    by_name = GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control={"target_entropy": 1, "tolerance": 0.01})
     *together, one, two = model.generate([*asked, by_value, by_name])
     assert bits(one) == bits(two)
     assert made().programs == before and model.metrics.programs_compiled_late == 0
@@ -40,7 +39,7 @@ def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
     for i in (0, 33, 99):
         given = numbers(i)
         laws = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
-        [alone] = model.generate([PROMPT], PARAMS, control=adjusted(laws, {"gain": given["gain"]}))
+        [alone] = model.generate([SENTENCE * 2], PARAMS, control=adjusted(laws, {"gain": given["gain"]}))
         assert bits(alone) == bits(together[i])
     assert made().programs == before
 
@@ -53,7 +52,7 @@ def test_what_a_request_cannot_set_is_refused_alone(model):
         ({"tolerance": float("nan")}, "control.tolerance is nan; it must be a finite number."),
     ):
         with pytest.raises(UsageError, match=sentence):
-            model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=control)])
+            model.generate([GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=control)])
 
 
 def test_controllers_made_in_a_loop_compile_once_and_few_decoders_are_kept(model):
@@ -65,11 +64,3 @@ def test_controllers_made_in_a_loop_compile_once_and_few_decoders_are_kept(model
     for i in range(1, 12):
         model.decoder(replace(laws(0), refresh_every=1 + i))
     assert len(model._decoders) <= 4
-
-
-def test_a_call_sets_the_knobs_of_the_preset_that_the_model_has(model):
-    own = {"target_entropy": 3.0, "tolerance": 0.2}
-    [asked] = model.generate([GenerationRequest(prompt=PROMPT, params=PARAMS, control=own)])
-    [called] = model.generate([PROMPT], PARAMS, **own)
-    [(_, completed)] = model.as_completed([GenerationRequest(prompt=PROMPT, params=PARAMS)], **own)
-    assert bits(called) == bits(completed) == bits(asked) != bits(model.generate([PROMPT], PARAMS)[0])
