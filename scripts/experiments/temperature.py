@@ -15,11 +15,10 @@ import numpy as np
 
 from et_jax.control import temperature, temperature_rules
 from et_jax.control.controller import Controller
-from et_jax.decode.request import request
-from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
+from scripts.measuring.states import prefilled
 
 CLIP = {"low": 0.1, "high": 2.0}  # of every law and rule
 
@@ -55,12 +54,7 @@ def controllers(target: float) -> dict[str, Controller]:
 def continued(model: Model, control: Controller, prompts: np.ndarray, num_tokens: int, seed: int) -> dict[str, Any]:
     """Return what each token of each prompt's continuation showed, "r t"."""
     decoder = model.decoder(control)
-    state = decoder.empty()
-    for slot, prompt in enumerate(prompts):
-        for call in chunks.calls(decoder.config, slot, prompt[:-1].tolist()):
-            state, _ = decoder.prefill(model.weights, state, *call)
-        asked = request(decoder.config, prompt.tolist(), limit=num_tokens, temperature=1.0, seed=seed, index=slot)
-        state = decoder.insert(state, slot, asked)
+    state = prefilled(decoder, model.weights, prompts.tolist(), limit=num_tokens, temperature=1.0, seed=seed)
     bursts = []
     while sum(len(one.token) for one in bursts) < num_tokens:
         state, outputs, ran = decoder.decode(model.weights, state, decoder.config.max_steps)

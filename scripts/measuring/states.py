@@ -1,5 +1,6 @@
 """Decoders for a model's whole context, and states in which slots hold tokens already."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ from et_jax.decode import cache as kv
 from et_jax.decode import pages, slots
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.decoder import Decoder
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.backend import pick
+from et_jax.serve import chunks
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
@@ -47,6 +50,16 @@ def filled(config: DecoderConfig, context: int, temperature: float) -> DecodeSta
     for slot in range(rows):
         state = slots.insert(config, state, jnp.int32(slot), asked)
     return replace(state, table=table, length=jnp.full(rows, context, jnp.int32))
+
+
+def prefilled(bound: Decoder, weights: Any, prompts: Sequence[list[int]], **asked: Any) -> DecodeState:
+    """Return a state in which every slot has read its prompt and begins a sequence of what is asked for."""
+    state = bound.empty()
+    for slot, prompt in enumerate(prompts):
+        for call in chunks.calls(bound.config, slot, prompt[:-1]):
+            state, _ = bound.prefill(weights, state, *call)
+        state = bound.insert(state, slot, request(bound.config, prompt, index=slot, arrival=slot, **asked))
+    return state
 
 
 def with_random_pages(config: DecoderConfig, state: DecodeState, outstanding: float, longer: float) -> DecodeState:

@@ -20,18 +20,17 @@ from jaxtyping import Array, Float, Int
 from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.decoder import Decoder, decoder, in_float32
+from et_jax.decode.decoder import decoder, in_float32
 from et_jax.decode.plant import costs
-from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
 from et_jax.scope import own_settings
-from et_jax.serve import chunks
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, setting
 from scripts.measuring.selectors import guarded, true_mass
+from scripts.measuring.states import prefilled
 
 DENSE = Controller()
 SIGNALS = "signals."  # before the name of a signal that is set
@@ -163,7 +162,8 @@ class TeacherForced:
         bound, scan = self._programs[key]
         reading = part, config.keeps, config.compression, config.by_mass_of
         if reading not in self._started:
-            self._started[reading] = self._prefilled(bound, self.rows[index])
+            prompts = self.rows[index, : self.start + 1].tolist()
+            self._started[reading] = prefilled(bound, self.model.weights, prompts, limit=2**30, temperature=0.0)
         laws = slot_laws(config)
         control = jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws)
         state = replace(jax.tree.map(jnp.copy, self._started[reading]), laws=laws, control=control)
@@ -201,16 +201,6 @@ class TeacherForced:
         """The measured tokens in stretches between compressions."""
         edges = sorted({0, *self._points(config), self.measured[1]})
         return list(itertools.pairwise(edges))
-
-    def _prefilled(self, bound: Decoder, rows: Int[np.ndarray, "b t"]) -> DecodeState:
-        state = bound.empty()
-        for slot, row in enumerate(rows.tolist()):
-            prompt = row[: self.start + 1]
-            for call in chunks.calls(bound.config, slot, prompt[:-1]):
-                state, _ = bound.prefill(self.model.weights, state, *call)
-            asked = request(bound.config, prompt, limit=2**30, temperature=0.0, arrival=slot)
-            state = bound.insert(state, slot, asked)
-        return state
 
     def _scan(
         self,

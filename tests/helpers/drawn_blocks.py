@@ -100,7 +100,13 @@ def blocks(seed: int, family: str = "random", spread: float = 4.0, tolerance: fl
         num_tokens = np.minimum(num_tokens, 1)
     key, value = key.astype(np.float32), value.astype(np.float32)
     query = (query * spread / np.abs(key.astype(np.float64) @ query.T).max()).astype(np.float32)
-    absent = np.arange(PAGE_SIZE) >= num_tokens[:, None]
+    return seen(query, key, value, num_tokens, tolerance)
+
+
+def seen(query: np.ndarray, key: np.ndarray, value: np.ndarray, num_tokens: np.ndarray, tolerance: float) -> Blocks:
+    """Return the blocks of keys and values "n s d" in float32 as queries "g d" see the first tokens of each."""
+    page_size, held = key.shape[1], int((num_tokens > 0).sum())
+    absent = np.arange(page_size) >= num_tokens[:, None]
     key[absent], value[absent] = np.nan, np.nan
     score = np.where(absent, -np.inf, np.einsum("gd,nsd->gns", query.astype(np.float64), key))
     log_mass = np.logaddexp.reduce(score, axis=-1)
@@ -122,11 +128,11 @@ def blocks(seed: int, family: str = "random", spread: float = 4.0, tolerance: fl
             value_radius=jnp.asarray(
                 np.nanmax(np.linalg.norm(exact_value - middle[:, None], axis=-1), axis=1), jnp.float32
             ),
-            start=jnp.arange(NUM_BLOCKS, dtype=jnp.int32) * PAGE_SIZE,
+            start=jnp.arange(len(key), dtype=jnp.int32) * page_size,
             num_tokens=jnp.asarray(num_tokens, jnp.int32),
-            length=jnp.int32((held - 1) * PAGE_SIZE + num_tokens[held - 1]),
+            length=jnp.int32((held - 1) * page_size + num_tokens[held - 1]),
             tolerance=jnp.float32(tolerance),
-            head_tolerance=jnp.full(GROUP, tolerance, jnp.float32),
+            head_tolerance=jnp.full(len(query), tolerance, jnp.float32),
             tail_log_mass=jnp.asarray(log_mass[:, held - 1], jnp.float32),
         )
     return Blocks(view=view, key=key, value=value, log_mass=log_mass)

@@ -1,6 +1,7 @@
 """The operations that have kernels: their named shapes, their formulas in float64, and NaN wherever nothing is read."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -202,6 +203,12 @@ PREFILL = Operation(
 BLOCK = Operation("block_scores", block_scores, named(scored.SHAPES), scored.example, block, nan_unscored)
 CODE = Operation("code_scores", code_scores, named(scored.SHAPES), scored.example, code, nan_unscored)
 OPERATIONS = (ATTENTION, PREFILL, BLOCK, CODE)
+
+
+def kernel(operation: Operation, backend: str) -> Callable[..., Any]:
+    """The kernel of a backend, whether or not it can run here."""
+    folder = "block_scores" if operation in (BLOCK, CODE) else operation.name
+    return getattr(importlib.import_module(f"et_jax.pallas.{folder}.{backend}"), operation.name)
 
 
 def each(names: dict[str, list[str]], quick: Collection[str] = ()) -> pytest.MarkDecorator:

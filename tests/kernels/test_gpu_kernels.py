@@ -15,26 +15,18 @@ from cases import (
     BLOCK,
     CODE,
     PREFILL,
-    assert_fault_shows,
     each,
-    with_a_fault,
+    kernel,
 )
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from ladder import CAP, as_bytes, compiled, results, taken
+from ladder import as_bytes, compiled, results, taken
 
 from et_jax.pallas import hopper
-from et_jax.pallas.block_scores import gpu as scores
 from et_jax.pallas.paged_attention import gpu as attention
 from et_jax.pallas.paged_prefill import gpu as prefill
 
 SIMULATION = plgpu.InterpretGPUParams(detect_races=True)
-KERNELS = {
-    "paged_attention": attention.paged_attention,
-    "paged_prefill": prefill.paged_prefill,
-    "block_scores": scores.block_scores,
-    "code_scores": scores.code_scores,
-}
 # A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
 # parts, empty slots, what changes the scores, pools in 8 bits, several rows a slot; several blocks of queries, lists.
 PATHS = {
@@ -56,14 +48,14 @@ QUICK = {"dim_128_bfloat16", "hopper_empty_slots", "hopper_dim_256", "hopper_dim
 
 def run(operation, arguments, shape, **more):
     """What a kernel returns on the CPU, as NumPy."""
-    return results(KERNELS[operation.name], arguments, interpret=SIMULATION, **shape.settings, **more)
+    return results(kernel(operation, "gpu"), arguments, interpret=SIMULATION, **shape.settings, **more)
 
 
 def lower(operation, shape, **more) -> None:
     """Lower a kernel for CUDA with nothing but jaxlib."""
-    kernel = KERNELS[operation.name]
-    program = compiled(kernel, **shape.settings, **more)
-    module = jax.export.export(program, platforms=["cuda"])(taken(kernel, operation.example(shape)))
+    function = kernel(operation, "gpu")
+    program = compiled(function, **shape.settings, **more)
+    module = jax.export.export(program, platforms=["cuda"])(taken(function, operation.example(shape)))
     assert "mosaic_gpu" in module.mlir_module()
 
 
@@ -80,14 +72,6 @@ def test_is_the_definition_whatever_stands_where_nothing_is_read(operation, shap
 @each(PATHS)
 def test_lowers_for_cuda(operation, shape):
     lower(operation, shape)
-
-
-@pytest.mark.slow
-def test_codes_are_summed_after_the_cap():
-    shape = CODE.shapes["page_64"]
-    arguments = CODE.example(shape)
-    CODE.assert_close(run(CODE, arguments, shape, soft_cap=CAP), CODE.formula(arguments, shape, CAP), shape)
-    lower(CODE, shape, soft_cap=CAP)
 
 
 def test_padding_the_list_changes_no_bit():
@@ -132,17 +116,6 @@ def test_tokens_of_a_chunk_past_a_query_may_be_nan(name):
         results(PREFILL.function, arguments, backend="reference", **shape.settings),
     )
     PREFILL.assert_close((dirty[:, :real], None), (expected[:, :real], None), shape)
-
-
-@pytest.mark.parametrize(
-    ("name", "column", "place"),
-    [*(("hopper_group_1", column, place) for column in (3, 130) for place in (5, 33)), ("hopper_fp8", 0, 115)],
-)
-def test_a_fault_that_is_seen_shows(name, column, place):
-    """A NaN in a key or a value, before the chunk or in it, reaches every query that sees it, and no other."""
-    shape = PREFILL.shapes[name]
-    faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
-    assert_fault_shows(run(PREFILL, faulty, shape)[0], shape, place)
 
 
 # What the simulation finds.
@@ -201,9 +174,9 @@ UNSERVED = [
 def test_what_is_not_served_is_refused_with_the_reason(operation, reason, change):
     name = "hopper_group_1" if operation is ATTENTION else "hopper_dim_128"
     shape = dataclasses.replace(operation.shapes[name], **change)
-    kernel = KERNELS[operation.name]
+    function = kernel(operation, "gpu")
     with pytest.raises(NotImplementedError) as caught:
-        kernel(**taken(kernel, operation.example(shape)), **shape.settings)
+        function(**taken(function, operation.example(shape)), **shape.settings)
     assert str(caught.value).startswith(f'backend "gpu" {reason}') and str(caught.value).endswith(': use "xla"')
 
 

@@ -12,16 +12,14 @@ from cases import (
     CODE,
     OPERATIONS,
     PREFILL,
-    assert_fault_shows,
     each,
-    with_a_fault,
+    kernel,
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from ladder import CAP, MIXED, compiled, of_two_dtypes, results, taken
+from ladder import compiled, results, taken
 
 from et_jax.pallas import ring
-from et_jax.pallas.block_scores import tpu as scores
 from et_jax.pallas.paged_attention import tpu as attention
 from et_jax.pallas.paged_prefill import tpu as prefill
 from et_jax.pallas.ring import RingConfig
@@ -30,15 +28,8 @@ STRICT = pltpu.InterpretParams(
     detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
 )
 TPU = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu"))
-KERNELS = {
-    "paged_attention": attention.paged_attention,
-    "paged_prefill": prefill.paged_prefill,
-    "block_scores": scores.block_scores,
-    "code_scores": scores.code_scores,
-}
 # few buffers of few pages, and several tiles a chunk: lists go round the ring several times
 RING = RingConfig(group=4, depth=3)
-SMALL: dict[str, Any] = dict.fromkeys(KERNELS, RING) | {"paged_prefill": prefill.Config(tile=16, ring=RING)}
 # A shape for each path: whole heads and heads beside their values, with and without padding columns; lists in order
 # and with gaps, empty ones; rows far apart; what changes the scores; both dtypes; pools in 8 bits; several rows a slot;
 # more blocks than a row of lanes.
@@ -57,6 +48,7 @@ PATHS = {
     ],
     "code_scores": ["codes_group_3", "codes_dim_96", "codes_dim_256", "codes_page_128", "codes_many_blocks"],
 }
+SMALL: dict[str, Any] = dict.fromkeys(PATHS, RING) | {"paged_prefill": prefill.Config(tile=16, ring=RING)}
 # Raced with every run; the others by the slow tests.
 QUICK = {"empty_slots", "rows_all_of_them", "sparse_all_of_them", "int8", "codes_group_3"}
 # Lists that fill several groups of the ring that is served.
@@ -71,7 +63,7 @@ SEVERAL_GROUPS = {
 def is_right(operation, shape, arguments, config: Any) -> None:
     """Equal to the definition and without a race, where copies run late and memory starts as NaN."""
     pltpu.reset_tpu_interpret_mode_state()  # a kernel that failed leaves its memory behind
-    got = results(KERNELS[operation.name], arguments, config=config, interpret=STRICT, **shape.settings)
+    got = results(kernel(operation, "tpu"), arguments, config=config, interpret=STRICT, **shape.settings)
     races = interpret_pallas_call.races
     assert races is not None and not races.races_found
     expected = results(operation.function, operation.example(shape), backend="reference", **shape.settings)
@@ -91,26 +83,7 @@ def test_has_no_race_in_the_ring_that_is_served(operation, shape):
 def plain(operation, arguments, shape, **more):
     """What a kernel returns, interpreted without checks."""
     config = SMALL[operation.name]
-    return results(KERNELS[operation.name], arguments, config=config, interpret=True, **shape.settings, **more)
-
-
-@pytest.mark.parametrize("dtypes", MIXED)
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(ATTENTION, "group_2"), (PREFILL, "group_4_bfloat16")],
-    ids=lambda each: getattr(each, "name", each),
-)
-def test_queries_and_pages_of_two_dtypes_are_multiplied_in_the_wider(operation, name, dtypes):
-    shape = dataclasses.replace(operation.shapes[name], dtype=dtypes[0])
-    arguments = of_two_dtypes(operation.example(shape), *dtypes)
-    expected = results(operation.function, arguments, backend="reference", **shape.settings)
-    operation.assert_close(plain(operation, arguments, shape), expected, shape)
-
-
-def test_codes_are_summed_after_the_cap():
-    shape = CODE.shapes["codes_group_3"]
-    arguments = CODE.example(shape)
-    CODE.assert_close(plain(CODE, arguments, shape, soft_cap=CAP), CODE.formula(arguments, shape, CAP), shape)
+    return results(kernel(operation, "tpu"), arguments, config=config, interpret=True, **shape.settings, **more)
 
 
 def without_pages_past_the_length(shape, arguments):
@@ -206,15 +179,6 @@ def test_more_rows_than_fit_are_read_in_parts(monkeypatch):
     compiled.cache_clear()
 
 
-@pytest.mark.parametrize(("name", "column"), [("sinks", 3), ("sinks", 70), ("dim_128", 200), ("int8", 0), ("int8", 64)])
-def test_a_fault_that_is_seen_shows(name, column):
-    """A NaN in a key or a value reaches every query that sees it, and no other."""
-    shape = PREFILL.shapes[name]
-    place = shape.starts[0] + 5
-    faulty = with_a_fault(PREFILL.example(shape), shape, column, place)
-    assert_fault_shows(plain(PREFILL, faulty, shape)[0], shape, place)
-
-
 # What the interpreter finds.
 
 
@@ -259,7 +223,7 @@ def shapes_of(operation, shape) -> dict[str, Any]:
     }
     found = {name: x and jax.ShapeDtypeStruct(*x) for name, x in arrays.items()}
     softmax = {"softmax": shape.softmax()} if operation in (ATTENTION, PREFILL) else {}
-    return taken(KERNELS[operation.name], found | softmax)
+    return taken(kernel(operation, "tpu"), found | softmax)
 
 
 CHIP_SHAPES = {
@@ -275,7 +239,7 @@ CHIP_SHAPES = {
 @each(CHIP_SHAPES)
 def test_lowers_for_a_tpu(operation, shape):
     """With nothing but jaxlib."""
-    program = compiled(KERNELS[operation.name], **shape.settings)
+    program = compiled(kernel(operation, "tpu"), **shape.settings)
     with jax.sharding.use_abstract_mesh(TPU):
         exported = jax.export.export(program, platforms=["tpu"])(shapes_of(operation, shape))
     assert "tpu_custom_call" in exported.mlir_module()
@@ -308,4 +272,4 @@ UNSERVED = [
 def test_what_it_cannot_serve_is_refused(operation, change, reason):
     shape = dataclasses.replace(operation.shapes["sinks" if operation is PREFILL else "group_3"], **change)
     with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(lambda arrays: KERNELS[operation.name](**arrays, **shape.settings), shapes_of(operation, shape))
+        jax.eval_shape(lambda arrays: kernel(operation, "tpu")(**arrays, **shape.settings), shapes_of(operation, shape))

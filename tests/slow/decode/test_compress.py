@@ -1,6 +1,5 @@
 """A sequence whose cache is compressed reads what is kept and nothing else, gives pages back, and disturbs no one."""
 
-import dataclasses
 import functools
 import itertools
 
@@ -236,9 +235,3 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
             codes = np.asarray(cached.key_codes[head, table], np.float32).reshape(key.shape)
             step = (high - low)[:, None] / 255
             np.testing.assert_allclose(low[:, None] + (codes + 128) * step, key, atol=1.01 * float(step.max()) / 2)
-
-
-def test_a_budget_must_be_whole_blocks_and_hold_the_sliding_window():
-    for budget, model in ((18, MODEL), (8, dataclasses.replace(MODEL, windows=(9, None)))):
-        with pytest.raises(ValueError, match=r"^budget: got"):
-            configuration(model=model, compression=named("latent", budget, window=WINDOW))

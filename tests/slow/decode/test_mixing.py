@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense import dense_attend
 from small_model import MODEL, PROMPTS, configuration, run, start, texts, weights
 
 from et_jax.decode import cost
@@ -43,14 +44,9 @@ def own_experts(tokens: list[int]) -> np.ndarray:
         found.append(choose(EXPERTS, gate(experts, x[0])).expert)
         return mix_as_trained(EXPERTS, experts, x), memory
 
-    def attend(layer, q, k, v, memory, softmax):
-        k, v = (jnp.repeat(x, MIXTURE.group_size, axis=2) for x in (k, v))
-        scores = jnp.einsum("bihd,bjhd->bhij", q, k) * softmax.scale
-        seen = jnp.tril(jnp.ones((len(tokens), len(tokens)), bool))
-        return jnp.einsum("bhij,bjhd->bihd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v), memory
-
     ids = jnp.asarray(tokens, jnp.int32)[None]
-    forward(weights(model=MIXTURE), MIXTURE, ids, jnp.arange(len(tokens))[None], attend, None, noting)
+    positions = jnp.arange(len(tokens))[None]
+    forward(weights(model=MIXTURE), MIXTURE, ids, positions, dense_attend(MIXTURE), None, noting)
     return np.asarray(found[0])
 
 

@@ -111,8 +111,6 @@ def test_codes_count_in_memory_and_in_cost():
             "token_nll: .* by `needing`",
         ),
         ({"selector": CERTIFIED, "refresh_every": 2}, "refresh_every"),  # a certificate cannot outlive its query
-        ({"residual": True, "refresh_every": 2}, "refresh_every"),
-        ({"refresh_every": 0}, "refresh_every"),
     ],
 )
 def test_what_a_selector_cannot_do_is_refused(control, wanted):
