@@ -39,10 +39,10 @@ def called(operation, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, Any]
 
 SHAPES = [
     *((operation, {"q": q}, "q") for operation, q in ((ATTENTION, (2, 7, 64)), (PREFILL, (2, 8, 7, 64)))),
-    *((operation, {"q": q}, "pages") for operation, q in ((ATTENTION, (2, 6, 65)), (PREFILL, (2, 8, 6, 65)))),
-    *((operation, {"pages": (2, 5, 16, 192)}, "pages") for operation in (ATTENTION, PREFILL)),
-    *((operation, {"page_table": (3, 4)}, "page_table") for operation in RIGHT),
-    *((operation, {"lengths": (3,)}, "lengths") for operation in (ATTENTION, BLOCK, CODE)),
+    (ATTENTION, {"q": (2, 6, 65)}, "pages"),
+    (ATTENTION, {"pages": (2, 5, 16, 192)}, "pages"),
+    *((operation, {"page_table": (3, 4)}, "page_table") for operation in (ATTENTION, PREFILL, BLOCK)),
+    *((operation, {"lengths": (3,)}, "lengths") for operation in (ATTENTION, BLOCK)),
     (ATTENTION, {"blocks": (2, 3, 4)}, "blocks"),
     (ATTENTION, {"blocks": (2, 2, 0)}, "blocks"),
     (ATTENTION, {"counts": (2,)}, "counts"),
@@ -50,8 +50,8 @@ SHAPES = [
     (PREFILL, {"blocks": (2, 3, 4), "counts": (2, 2)}, "blocks"),
     (PREFILL, {"blocks": (2, 2, 0), "counts": (2, 2)}, "blocks"),
     (PREFILL, {"blocks": (2, 2, 4), "counts": (2, 3)}, "counts"),
-    *((operation, {"q": (2, 7, 64)}, "q") for operation in (BLOCK, CODE)),
-    *((operation, {"q": (2, 6, 65)}, "key_box") for operation in (BLOCK, CODE)),
+    (BLOCK, {"q": (2, 7, 64)}, "q"),
+    (BLOCK, {"q": (2, 6, 65)}, "key_box"),
     (BLOCK, {"mean": (2, 4, 128)}, "mean"),
     (CODE, {"key_codes": (2, 5, 16 * 63)}, "key_codes"),
 ]

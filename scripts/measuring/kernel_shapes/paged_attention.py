@@ -72,7 +72,6 @@ SHAPES = (
     shape("group_2", (4, 2), 64, 16, (100, 3), **BFLOAT16),
     shape("group_3", (9, 3), 64, 16, (129, 250)),
     shape("group_4", (8, 2), 64, 16, (40, 300), **BFLOAT16),
-    shape("group_7", (14, 2), 64, 32, (33, 65)),
     shape("group_8", (8, 1), 128, 16, (77, 20)),
     shape("group_16", (16, 1), 64, 16, (50, 49)),
     # head dims, keys gathered with their values and apart
@@ -93,7 +92,6 @@ SHAPES = (
     shape("one_row", (6, 2), 64, 16, (300,), **BFLOAT16),
     # a list for each KV head, over several steps of the loop
     shape("sparse", (9, 3), 64, 16, (1000, 700), open_share=0.3),
-    shape("sparse_bfloat16", (8, 2), 128, 16, (1000, 700), open_share=0.5, **BFLOAT16),
     shape("sparse_wide", (8, 4), 128, 32, (900, 30), open_share=0.4),
     # what changes the scores
     shape("window", (4, 2), 64, 16, (300, 20, 55), window=50),
@@ -106,13 +104,11 @@ SHAPES = (
     shape("int8", (6, 2), 64, 16, (300, 0, 77), open_share=0.6, **INT8),
     shape("int8_bfloat16", (8, 2), 128, 32, (200, 90), **BFLOAT16, **INT8),
     shape("int8_all_of_them", (8, 2), 96, 16, (500, 90), window=200, **INT8, **CAPPED),
-    shape("int8_page_64", (4, 2), 128, 64, (130, 64), **BFLOAT16, **INT8),
     shape("fp8_dim_96", (4, 2), 96, 32, (61, 300), open_share=0.5, sinks=True, **FP8),
     shape("fp8_page_64", (4, 2), 128, 64, (130, 64), **BFLOAT16, **FP8),
     # pages of 64 and 128 tokens in bfloat16, which the Hopper kernel reads: groups, head dims, several parts, edges
     shape("hopper_group_1", (2, 2), 128, 64, (65, 200), **BFLOAT16),
     shape("hopper_group_3", (6, 2), 64, 128, (129, 250), **BFLOAT16),
-    shape("hopper_group_8", (8, 1), 128, 128, (300, 20), **BFLOAT16),
     shape("hopper_group_9", (9, 1), 64, 64, (150, 64), **BFLOAT16),
     shape("hopper_group_16", (16, 1), 64, 128, (300, 1), **BFLOAT16),
     shape("hopper_dim_256", (4, 2), 256, 64, (150, 64), **BFLOAT16),

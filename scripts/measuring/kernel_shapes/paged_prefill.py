@@ -66,7 +66,6 @@ SHAPES = (
     shape("group_4_bfloat16", (8, 2), 64, 16, 64, starts=(300,), **BFLOAT16),
     shape("group_16", (16, 1), 64, 16, 16, starts=(5,)),
     shape("dim_96", (4, 2), 96, 32, 24, starts=(17,)),
-    shape("dim_96_bfloat16", (4, 2), 96, 16, 24, starts=(17,), **BFLOAT16),
     shape("dim_128", (4, 1), 128, 64, 48, starts=(100,)),
     shape("dim_256", (2, 1), 256, 16, 20),
     shape("page_128", (4, 2), 64, 128, 130, starts=(500,)),
@@ -85,7 +84,6 @@ SHAPES = (
     shape("block_sums", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True),
     shape("listed", (4, 2), 96, 32, 24, starts=(300,), open_share=0.4),
     shape("sparse", (9, 3), 64, 16, 40, starts=(700, 300), open_share=0.3, block_lse=True),
-    shape("sparse_bfloat16", (8, 2), 128, 16, 24, starts=(500, 0), open_share=0.5, block_lse=True, **BFLOAT16),
     shape("sparse_all_of_them", (8, 2), 64, 16, 60, open_share=0.5, block_lse=True, **ALL),
     # pools in 8 bits
     shape("int8", (4, 2), 64, 32, 40, starts=(100, 0), block_lse=True, **INT8),

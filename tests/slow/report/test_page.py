@@ -56,11 +56,6 @@ def test_everybody_can_use_it(browser: Any, path: Path, size: tuple[int, int], s
     look.close()
 
 
-def test_the_text_is_that_of_the_run_whatever_it_says(look: Look) -> None:
-    assert look.page.locator(".text").text_content() == long().text
-    assert look.page.locator("b").count() == 0
-
-
 def test_the_token_that_is_pointed_at_is_shown(look: Look) -> None:
     row = long().trace[0]
     look.page.locator(".text > span").first.hover()

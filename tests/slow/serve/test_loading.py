@@ -105,9 +105,7 @@ def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence():
         (own, whole | {"control": "adaptive"}, "Plain has no measured sensitivity of its"),
         (other, whole, "has a vocabulary of 4000 tokens and the tokenizer one of 4096; give the"),
         (own, whole | {"config": replace(SHORT, bos_token_id=4096)}, f"{beyond}bos_token_id=...)"),
-        (own, whole | {"config": replace(SHORT, eos_token_ids=(1, 4096))}, f"{beyond}eos_token_ids=...)"),
         ("bundled-small", {"config": SHORT}, named),
-        ("bundled-small", {"tokenizer": TOKENIZER}, named),
     ):
         with pytest.raises(UsageError) as refusal:
             et_jax.load(model, **SIZES | settings)

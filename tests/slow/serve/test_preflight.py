@@ -17,25 +17,21 @@ from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
-from et_jax.models.model import weight_bytes
 from et_jax.models.params import describe
 from et_jax.serve.preflight import decoder_bytes, plan, step_bytes
 from et_jax.types import replace
 
-LLAMA_3_70B = {  # config.json of meta-llama/Meta-Llama-3-70B
+LLAMA_3_8B = {  # config.json of meta-llama/Meta-Llama-3-8B
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
-}
-LLAMA_3_8B = LLAMA_3_70B | {
-    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 }
 GB = 10**9
 WIDE = replace(MODEL, vocab_size=20_000, num_layers=1, windows=(None,))
@@ -51,13 +47,6 @@ def serving(model: ModelConfig, **changes) -> DecoderConfig:
         model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, prefill_batch=64, chunk=16
     )
     return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
-
-
-def test_weights_have_the_published_size(tmp_path: Path) -> None:
-    """The parameter counts are those of the safetensors files on the hub."""
-    for values, count in ((LLAMA_3_8B, 8_030_261_248), (LLAMA_3_70B, 70_553_706_496)):
-        found = model(tmp_path, values)
-        assert (weight_bytes(found, jnp.bfloat16), weight_bytes(found, jnp.float32)) == (2 * count, 4 * count)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
