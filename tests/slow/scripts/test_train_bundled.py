@@ -5,17 +5,13 @@ import sys
 import pytest
 from scripts_here import script
 
-from et_jax.models.bundled import bundled_folder
-
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         (("--recipe", "small"), "needs one: give it --teacher bundled"),
         (("--recipe", "long", "--teacher", "bundled"), "Only --recipe small"),
-        (("--recipe", "small", "--teacher", "nowhere"), "neither a folder nor a hub name"),
         (("--recipe", "small", "--teacher", "bundled-small"), "the student's own folder"),
-        (("--recipe", "small", "--teacher", "bundled", "--export", str(bundled_folder())), "the student's own folder"),
         (("--recipe", "small", "--teacher", "bundled", "--from", "bundled"), "the student's own folder"),
         (("--recipe", "small", "--teacher", "bundled", "--longest", "4096"), "--longest belongs to --recipe long"),
     ],
