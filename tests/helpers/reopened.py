@@ -16,6 +16,13 @@ TWO_SLOTS = SMALL | {"max_num_seqs": 2, "max_model_len": 96}
 SENTENCE = "It was in the spring of that year that the old house by the river was let again. "
 
 
+PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
+
+
+def tokens_of(model: engine.Model, prompts: list[str], params: SamplingParams) -> list[list[int]]:
+    return [list(done.token_ids) for done in model.generate(prompts, params)]
+
+
 def asked(tokenizer, count: int, *, longer: int, limit: int = 12, more: int = 1, **settings) -> list[GenerationRequest]:
     """Return requests whose seeds are their numbers, each with `longer` tokens of prompt and a limit `more` higher.
 

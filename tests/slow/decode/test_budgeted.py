@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_model import MODEL, configuration, prompt
 
-from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, MassBudget
+from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decoder
 from et_jax.models.transformer import forward, initialise
@@ -126,25 +126,6 @@ def test_a_prompt_is_read_as_the_paper_has_it(law, length):
     assert notes.num_probes[0] == len(masses)
     assert float(notes.mass[0].sum() / notes.num_probes[0]) == pytest.approx(np.mean(masses), rel=1e-4)
     assert np.mean(masses) < 0.99
-
-
-@pytest.mark.parametrize(
-    "budget",
-    [
-        ConstantBudget(tokens=LENGTH, segment=CHUNK, dense_until=0),
-        MassBudget(left=0.0, segment=CHUNK, dense_until=0),
-        CertifiedBudget(left=0.0, segment=CHUNK, dense_until=0),
-    ],
-    ids=["room for all", "all mass", "all certain"],
-)
-def test_where_everything_is_read_it_is_dense_prefill(budget):
-    tokens = prompt(4, 100)
-    got, plain = made(budget), made(None)
-    states = [read(d, tokens) for d in (got, plain)]
-    assert noted(states[0]).blocks_read[0] == noted(states[0]).blocks_held[0]
-    for layer in range(THREE.num_layers):
-        one, other = (cached(d, state, 0, layer) for d, state in zip((got, plain), states, strict=True))
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_with_a_window_read_all_of_it():

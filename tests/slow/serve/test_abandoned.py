@@ -9,14 +9,13 @@ import sys
 import weakref
 
 import pytest
-from reopened import TWO_SLOTS, assert_balanced, reopened
+from reopened import PROMPTS, TWO_SLOTS, assert_balanced, reopened, tokens_of
 
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True, seed=3, temperature=0.9)
 
 
@@ -25,13 +24,9 @@ def served(two_slots):
     return reopened(two_slots, replicas=2)
 
 
-def tokens_of(model) -> list[list[int]]:
-    return [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)]
-
-
 @pytest.fixture(scope="module")
 def expected(served):
-    return tokens_of(served)
+    return tokens_of(served, PROMPTS, PARAMS)
 
 
 def dropped(model) -> weakref.ref:
@@ -60,7 +55,7 @@ def test_a_stream_that_is_collected_takes_no_lock_and_leaves_nothing(served, exp
             assert stream() is None
     finally:
         gc.enable()
-    assert tokens_of(served) == expected
+    assert tokens_of(served, PROMPTS, PARAMS) == expected
     assert_balanced(served)
     assert served.metrics.finished["abort"] == aborted + 2 * len(PROMPTS)
 
@@ -114,7 +109,7 @@ def test_an_asyncio_stream_that_is_left_in_any_way_leaves_nothing(served, expect
     else:
         asyncio.run(leave())
     gc.collect()
-    assert tokens_of(served) == expected
+    assert tokens_of(served, PROMPTS, PARAMS) == expected
     assert_balanced(served)
     assert not complaints and not recwarn.list
 

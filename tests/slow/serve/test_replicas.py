@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from reopened import TWO_SLOTS, assert_balanced, reopened
+from reopened import TWO_SLOTS, assert_balanced, reopened, tokens_of
 
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -37,13 +37,9 @@ print(json.dumps({
 """
 
 
-def tokens_of(model) -> list[list[int]]:
-    return [list(done.token_ids) for done in model.generate(PROMPTS, PARAMS)]
-
-
 @pytest.fixture(scope="module")
 def expected(two_slots):
-    return tokens_of(two_slots)
+    return tokens_of(two_slots, PROMPTS, PARAMS)
 
 
 def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(two_slots, expected):
@@ -81,7 +77,7 @@ def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(
     monkeypatch.setattr(served.replicas().replicas[number], work, torn)
     with pytest.raises(type(failure), match=str(failure)):
         served.generate(PROMPTS, PARAMS)
-    assert tokens_of(served) == expected
+    assert tokens_of(served, PROMPTS, PARAMS) == expected
 
 
 def test_a_failure_reaches_every_stream_though_none_waited_for_its_round(two_slots):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import pytest
-from reopened import TWO_SLOTS, reopened
+from reopened import PROMPTS, TWO_SLOTS, reopened
 
 from et_jax.errors import UsageError
 from et_jax.serve import engine
@@ -22,7 +22,6 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-PROMPTS = ["It was", "The sea", "In the year 1801 the old king"]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 REQUEST = GenerationRequest(prompt="It was", params=PARAMS)
 CLOSED = r"^The model bundled-small is closed; load it anew\.$"
