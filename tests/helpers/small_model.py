@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from et_jax.control.controller import Controller
+from et_jax.decode import request as decoding
 from et_jax.decode import sampling
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
-from et_jax.serve.chunks import pack
+from et_jax.serve.chunks import calls
 from scripts.measuring.shapes import SMALL
 
 DEFAULT = Controller()
@@ -93,9 +94,8 @@ def given(params) -> tuple:
 
 def fill(d, params, state, slot: int, tokens: list[int]):
     """Write a prompt but for its last token, chunk by chunk."""
-    for at in range(0, len(tokens) - 1, CHUNK):
-        part = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-        state, granted = d.prefill(given(params), state, *pack(d.config, [(slot, part)]))
+    for rows in calls(d.config, slot, tokens[:-1]):
+        state, granted = d.prefill(given(params), state, *rows)
         assert granted.all()
     return state
 
@@ -179,6 +179,15 @@ def dense(params, model: ModelConfig, tokens: list[int], opened=None):
 
 
 PROMPTS = {0: prompt(0, 11), 1: prompt(1, 1), 2: prompt(2, 21)}  # two chunks, none, three
+
+
+def begun(d, params, asked):
+    """Return the state in which every prompt is read and its sequence begins, with what `asked` says of its slot."""
+    state = d.empty()
+    for slot, tokens in PROMPTS.items():
+        state = fill(d, params, state, slot, tokens)
+        state = d.insert(state, slot, decoding.request(d.config, tokens, **asked(slot)))
+    return state
 
 
 def paged_texts(d, params, **asked):

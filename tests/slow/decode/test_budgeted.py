@@ -4,17 +4,15 @@ import dataclasses
 import functools
 
 import entropyinfer
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, configuration, prompt
+from small_model import MODEL, configuration, fill, prompt, weights
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.controller import Controller
 from et_jax.decode.decoder import decoder
-from et_jax.models.transformer import forward, initialise
-from et_jax.serve.chunks import calls
+from et_jax.models.transformer import forward
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -25,24 +23,9 @@ SHARP = ConstantBudget(tokens=8, segment=CHUNK, dense_until=0)
 
 
 @functools.cache
-def weights(model=THREE):
-    drawn = initialise(model, jax.random.key(3), jnp.float32)
-    return jax.tree.map(lambda x: x * (8.0 if x.ndim > 1 else 1.0), drawn)
-
-
-@functools.cache
 def made(budget, **changes):
     sizes = dict(model=THREE, page_size=PAGE, chunk=CHUNK, prefill_batch=2 * CHUNK, max_length=LENGTH, num_pages=130)
     return decoder(configuration(**sizes | changes, controller=Controller(budget=budget)))
-
-
-def read(d, tokens, slot=0, state=None, params=None):
-    """The state once a prompt but for its last token is read."""
-    state = d.empty() if state is None else state
-    for rows in calls(d.config, slot, tokens[:-1]):
-        state, granted = d.prefill((params or weights(d.config.model),), state, *rows)
-        assert granted.all()
-    return state
 
 
 def noted(state):
@@ -97,7 +80,7 @@ def reference(model, law, tokens, page, chunk):
                     out[start:end, head * groups.shape[1] + g] = some @ v[place, head] / some.sum(1, keepdims=True)
         return jnp.asarray(out[None], jnp.float32), memory
 
-    forward(weights(model), model, jnp.asarray([tokens]), jnp.arange(len(tokens))[None], attend, None)
+    forward(weights(model=model), model, jnp.asarray([tokens]), jnp.arange(len(tokens))[None], attend, None)
     return kept, num_read, masses
 
 
@@ -112,7 +95,7 @@ def reference(model, law, tokens, page, chunk):
 )
 def test_a_prompt_is_read_as_the_paper_has_it(law, length):
     d, tokens = made(law, audit=True), prompt(1, length)
-    state = read(d, tokens)
+    state = fill(d, weights(model=THREE), d.empty(), 0, tokens)
     wanted, num_read, masses = reference(THREE, law, tokens[:-1], PAGE, CHUNK)
     for layer in range(THREE.num_layers):
         for got, expected in zip(cached(d, state, 0, layer), wanted[layer], strict=True):
@@ -131,7 +114,7 @@ def test_a_prompt_is_read_as_the_paper_has_it(law, length):
 def test_layers_with_a_window_read_all_of_it():
     model = dataclasses.replace(THREE, windows=(None, 24, None))
     d = made(SHARP, model=model)
-    state = read(d, prompt(11, 6 * CHUNK + 1))
+    state = fill(d, weights(model=model), d.empty(), 0, prompt(11, 6 * CHUNK + 1))
     own, before = CHUNK // PAGE, [s * CHUNK // PAGE for s in range(6)]
     sparse = sum(min(2, n) + own for n in before[:-1]) + before[-1] + own
     held = sum(n + own for n in before)

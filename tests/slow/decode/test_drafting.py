@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_model import CHUNK, LENGTH, OTHER, PROMPTS, VOCABULARY, configuration, fill, same_bits, weights
+from small_model import CHUNK, LENGTH, OTHER, PROMPTS, VOCABULARY, configuration, same_bits, weights
 from small_model import MODEL as OF_TWO_LAYERS
 
 from et_jax.control.base import chain
@@ -25,7 +26,6 @@ from et_jax.control.view import needing
 from et_jax.decode import decoder as decoding
 from et_jax.decode.draft import Drafting, Pruned, lookup
 from et_jax.decode.fresh import law_numbers
-from et_jax.decode.request import request
 from et_jax.models.weights import Dense
 from et_jax.sums import total
 from et_jax.types import replace
@@ -93,11 +93,7 @@ def given_to(d):
 
 
 def begun(d, params, **asked):
-    state = d.empty()
-    for slot, tokens in PROMPTS.items():
-        state = fill(d, params, state, slot, tokens)
-        state = d.insert(state, slot, request(d.config, tokens, limit=LIMIT, **ASKED[slot], **asked))
-    return state
+    return small_model.begun(d, params, lambda slot: {"limit": LIMIT} | ASKED[slot] | asked)
 
 
 def told(output, ran: int) -> dict[int, dict[str, Any]]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, PROMPTS, configuration, weights
+from small_model import MODEL, PAGE, PROMPTS, begun, configuration, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -15,11 +15,9 @@ from et_jax.control.draft import FixedLength
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
 from et_jax.decode.draft import Drafting, Pruned
-from et_jax.decode.request import request
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacks_of
-from et_jax.serve.chunks import calls
 from scripts.measuring.shapes import even_heads
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -62,21 +60,12 @@ def as_stacked(model: ModelConfig) -> Params:
     return in_stacks(weights(model=model), model, lambda *leaves: jnp.stack(leaves))
 
 
-def start(d: Decoder, params: tuple[Params, ...], state, slot: int, tokens: list[int], **asked):
-    for rows in calls(d.config, slot, tokens[:-1]):
-        state, granted = d.prefill(params, state, *rows)
-        assert granted.all()
-    return d.insert(state, slot, request(d.config, tokens, **asked))
-
-
 def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]], np.ndarray, int]:
     """The texts of three sequences, one of them greedy, the last logits of each, and how many tokens were drafted.
 
     The last of them is compressed where the decoder can.
     """
-    state, drafted = d.empty(), 0
-    for slot, tokens in PROMPTS.items():
-        state = start(d, params, state, slot, tokens, seed=slot, temperature=float(slot), limit=24)
+    state, drafted = begun(d, params, lambda slot: {"seed": slot, "temperature": float(slot), "limit": 24}), 0
     written: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
     while np.asarray(state.active).any():
         state, output = d.step(params, state)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, OTHER, PROMPTS, configuration, dense, fill, given, same_bits, weights
+import small_model
+from small_model import MODEL, OTHER, PROMPTS, configuration, dense, given, same_bits, weights
 
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL as LARGE
 from et_jax.control.switch import AsPrinted, Hysteresis
 from et_jax.decode import decoder as decoding
-from et_jax.decode.request import request
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -39,12 +39,11 @@ def made(switch, **changes):
 
 def begun(d, params, switch=None):
     control = None if switch is None else dataclasses.replace(d.config.controller, switch=switch)
-    state = d.empty()
-    for slot, tokens in PROMPTS.items():
-        state = fill(d, params, state, slot, tokens)
-        asked = {"limit": LIMIT, "temperature": 0.7 * (slot == 1), "seed": slot, "control": control}
-        state = d.insert(state, slot, request(d.config, tokens, **asked))
-    return state
+    return small_model.begun(
+        d,
+        params,
+        lambda slot: {"limit": LIMIT, "temperature": 0.7 * (slot == 1), "seed": slot, "control": control},
+    )
 
 
 def spoken(d, params, state):
