@@ -40,15 +40,19 @@ def _key(segment: Segment) -> Array:
     return jax.random.fold_in(jax.random.key(segment.layer), segment.index)
 
 
+class Sized:
+    """A budget whose size is traced, and so not checked."""
+
+    def __post_init__(self) -> None:
+        Budget.__post_init__(self)  # type: ignore[arg-type]
+
+
 @value
-class SizedConstant(ConstantBudget):
+class SizedConstant(Sized, ConstantBudget):
     """`ConstantBudget` of a traced size, by score, by chance, or the newest blocks and the first (StreamingLLM)."""
 
     tokens: Number = 2048.0
     by: str = static(default="score")
-
-    def __post_init__(self) -> None:
-        Budget.__post_init__(self)
 
     def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
@@ -62,14 +66,11 @@ class SizedConstant(ConstantBudget):
 
 
 @value
-class SizedEntropy(EntropyBudget):
+class SizedEntropy(Sized, EntropyBudget):
     """`EntropyBudget` of a traced size; `shuffled`, a head has the budget of another one of its layer, by chance."""
 
     tokens: Number = 2048.0
     shuffled: bool = static(default=False)
-
-    def __post_init__(self) -> None:
-        Budget.__post_init__(self)
 
     def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
         """Return the blocks to read, and the budgets."""
@@ -78,13 +79,10 @@ class SizedEntropy(EntropyBudget):
 
 
 @value
-class SizedMass(MassBudget):
+class SizedMass(Sized, MassBudget):
     """`MassBudget` of a traced size."""
 
     left: Number = 0.05
-
-    def __post_init__(self) -> None:
-        Budget.__post_init__(self)
 
 
 @pytree

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from small_model import MODEL, PROMPTS, configuration, start
+from small_model import MODEL, begun, configuration
 
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
@@ -65,10 +65,7 @@ def decoded(model: ModelConfig, controller: Controller, stacked: bool, mesh: Mes
     params = drawn(model, stacked)
     if mesh is not None:
         params = placed(params, model, mesh)
-    state = d.empty()
-    for slot, tokens in PROMPTS.items():
-        state = start(d, params, state, slot, tokens, temperature=0.0, limit=TOKENS)
-    steps = []
+    state, steps = begun(d, params, lambda slot: {"temperature": 0.0, "limit": TOKENS}), []
     for _ in range(TOKENS):
         state, output = d.step((params,), state)
         assert output.produced.all() and output.reads is not None

@@ -10,14 +10,12 @@ import numpy as np
 
 from et_jax.control.controller import Controller
 from et_jax.decode import request as decoding
-from et_jax.decode import sampling
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.fresh import law_numbers
 from et_jax.decode.request import Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls
-from scripts.measuring.shapes import SMALL
+from scripts.measuring.shapes import SMALL, even_heads
 
 DEFAULT = Controller()
 PAGE, CHUNK, LENGTH = 4, 8, 64
@@ -56,35 +54,10 @@ def prompt(number: int, length: int) -> list[int]:
     return np.random.default_rng(number).integers(1, VOCABULARY, length).tolist()
 
 
-def request(
-    token: int,
-    *,
-    seed: int = 0,
-    limit: int = 12,
-    index: int = 0,
-    arrival: int = 0,
-    stop=(),
-    control=DEFAULT,
-    **settings,
-):
-    plain = dict(temperature=1.0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-    plain |= dict(presence_penalty=0.0, frequency_penalty=0.0)
-    top_k = jnp.int32(settings.pop("top_k", 0))
-    fields = {name: jnp.float32(value) for name, value in (plain | settings).items()}
-    return Request(
-        token=jnp.int32(token),
-        limit=jnp.int32(limit),
-        arrival=jnp.int32(arrival),
-        urgency=jnp.float32(0),
-        index=jnp.int32(index),
-        laws=law_numbers(control),
-        stop_ids=jnp.asarray([*stop, *[-1] * (8 - len(stop))], jnp.int32),
-        logprobs=jnp.bool_(False),
-        sampling=sampling.Sampling(**fields, top_k=top_k, key=jax.random.key_data(jax.random.key(seed))),
-        in_prompt=None,
-        text=jnp.zeros(1, jnp.int32),  # of any length: nothing looks at what is known of a prompt
-        num_drafted=jnp.int32(0),
-    )
+def request(token: int, *, control=DEFAULT, **asked) -> Request:
+    """Return a request of the small model after a prompt that ends in a token."""
+    config = configuration(controller=control, calibration=even_heads(MODEL))
+    return decoding.request(config, [token], **{"limit": 12} | asked)
 
 
 def given(params) -> tuple:
@@ -102,7 +75,7 @@ def fill(d, params, state, slot: int, tokens: list[int]):
 
 def start(d, params, state, slot: int, tokens: list[int], **asked):
     state = fill(d, params, state, slot, tokens)
-    return d.insert(state, slot, request(tokens[-1], control=d.config.controller, **asked))
+    return d.insert(state, slot, decoding.request(d.config, tokens, **{"limit": 12} | asked))
 
 
 def run(d, params, state, steps: int = 32):
@@ -191,7 +164,4 @@ def begun(d, params, asked):
 
 
 def paged_texts(d, params, **asked):
-    state = d.empty()
-    for slot, tokens in PROMPTS.items():
-        state = start(d, params, state, slot, tokens, **asked)
-    return run(d, params, state)[1]
+    return run(d, params, begun(d, params, lambda slot: {"limit": 12} | asked))[1]
