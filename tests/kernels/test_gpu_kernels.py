@@ -10,14 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    ATTENTION,
-    BLOCK,
-    CODE,
-    PREFILL,
-    each,
-    kernel,
-)
+from cases import ATTENTION, BLOCK, CODE, PREFILL, each, kernel
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from ladder import as_bytes, compiled, results, taken

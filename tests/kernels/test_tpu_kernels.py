@@ -6,15 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cases import (
-    ATTENTION,
-    BLOCK,
-    CODE,
-    OPERATIONS,
-    PREFILL,
-    each,
-    kernel,
-)
+from cases import ATTENTION, BLOCK, CODE, OPERATIONS, PREFILL, each, kernel
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from ladder import compiled, results, taken

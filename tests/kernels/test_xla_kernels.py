@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    ATTENTION,
-    CODE,
-    OPERATIONS,
-    PREFILL,
-)
+from cases import ATTENTION, CODE, OPERATIONS, PREFILL
 from ladder import as_bytes, compiled, results
 
 from et_jax.pallas.block_scores import block_scores, code_scores
