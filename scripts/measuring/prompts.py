@@ -44,7 +44,7 @@ class Sized:
     """A budget whose size is traced, and so not checked."""
 
     def __post_init__(self) -> None:
-        Budget.__post_init__(self)  # type: ignore[arg-type]
+        Budget.__post_init__(self)
 
 
 @value

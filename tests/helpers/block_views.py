@@ -18,6 +18,6 @@ def blocks_at(
 
     `query` is scaled, so that query . key is the attention score.
     """
-    key, value = (np.array(x).reshape(-1, page_size, x.shape[-1]) for x in (key, value))
-    num_tokens = np.clip(int(position) + 1 - np.arange(len(key)) * page_size, 0, page_size)
-    return seen(np.asarray(query), key, value, num_tokens, tolerance=0.0).view
+    keys, values = (np.array(x).reshape(-1, page_size, x.shape[-1]) for x in (key, value))
+    num_tokens = np.clip(int(position) + 1 - np.arange(len(keys)) * page_size, 0, page_size)
+    return seen(np.asarray(query), keys, values, num_tokens, tolerance=0.0).view
