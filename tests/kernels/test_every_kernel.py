@@ -57,7 +57,9 @@ FAULTS = [  # a shape, a column of its tokens, and a place, by default behind th
 ]
 
 
-@pytest.mark.parametrize(("backend", "fault"), FAULTS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "fault"), FAULTS, ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each))
+)
 def test_a_fault_that_is_seen_shows(backend, fault):
     """A NaN in a key or a value, before the chunk or in it, reaches every query that sees it, and no other."""
     name, column, *place = fault
