@@ -59,6 +59,16 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     assert {f"accuracy/{task}" for task in TASKS} <= figures[-1].keys()
 
 
+def test_a_run_that_cannot_be_is_refused(settings, data, mixed_settings, mixed_data, tmp_path):
+    for each, (_, train, held_out), steps, others, words in (
+        (settings, data, None, {}, "either --steps or --minutes"),
+        (mixed_settings, mixed_data, 1, {}, "needs the tokenizer"),
+        (dataclasses.replace(settings, distilled=True), data, 1, {"tokenizer": data[0]}, "need a teacher"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            loop.train(each, train, held_out, tmp_path, steps, None, **others)
+
+
 def test_a_start_from_weights_is_those_weights(mixed_settings):
     params = loss.unstack(loop.initial_state(mixed_settings).params)
     state, done = loop.start_from(
@@ -67,3 +77,12 @@ def test_a_start_from_weights_is_those_weights(mixed_settings):
     assert done == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())
+
+
+def test_muon_turns_the_matrices_of_layers_and_experts_and_adam_the_rest(settings):
+    experts = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=EXPERTS))
+    state = jax.eval_shape(loop.initial_state, experts)
+    turned = {leaf.shape for leaf in jax.tree.leaves(state.optimizer[1].inner_states["muon"]) if leaf.ndim}
+    width, narrow = experts.model.hidden_size, experts.model.intermediate_size
+    assert {(1, 6, 16, width), (1, 6, width, 16), (1, narrow, width), (1, width, narrow)} < turned
+    assert not {(1, 6, width), state.params.embedding.shape} & turned  # a router, and the embedding
