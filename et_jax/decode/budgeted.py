@@ -56,7 +56,7 @@ class Budgeted:
             probed=sparse and self.notes.mass is not None,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> PromptNotes:
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> PromptNotes:
         """Return the notes of every slot with what the rows read."""
 
         def add(sofar: PromptNotes, one: SegmentsRead) -> PromptNotes:

@@ -73,7 +73,7 @@ class Reader(Protocol):
         """Return the reader of a layer."""
         ...
 
-    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
         """Return what was read, from the notes of all layers in order, as `models.stacks.through` gives them."""
         ...
 
@@ -132,7 +132,7 @@ def extend(
         stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
     notes = parts(memory.told, itemgetter(0))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
-    return logits[:num_rows], after, reader.noted(chunk, notes), took
+    return logits[:num_rows], after, reader.noted(plant, chunk, notes), took
 
 
 @partial(jax.jit, static_argnums=0)

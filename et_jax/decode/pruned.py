@@ -121,7 +121,7 @@ class Heavy:
         """Return the reader of a layer."""
         return HeavyOfLayer(listed=layer.of(self.listed, axis=1), counts=layer.of(self.counts, axis=1))
 
-    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
         """Return the blocks that were read, over layers and KV heads."""
         return jnp.sum(by_layer(notes, lambda read: read, axis=0), axis=0, dtype=jnp.int32)
 

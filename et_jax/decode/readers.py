@@ -21,7 +21,7 @@ from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.pruned import Noting, heavy_of
 from et_jax.decode.reading import read_all, read_chosen
-from et_jax.decode.reads import LayerReads, Looked, ReadStats, no_reads, reads_of
+from et_jax.decode.reads import AllRead, LayerReads, Looked, ReadStats, no_reads, reads_of, written_out
 from et_jax.decode.selection import (
     Blocks,
     Chosen,
@@ -58,7 +58,7 @@ class Whole:
         """Return the reader of a layer."""
         return self
 
-    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> None:
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> None:
         """Return no notes."""
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
@@ -141,13 +141,16 @@ class Selected:
             chooses=self.chooses,
         )
 
-    def noted(self, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
+        chosen = [one for one in notes if jax.tree.leaves(one)]  # there is nothing to add up of `AllRead`
+        notes = written_out(plant, chunk, self.skipped, notes)
         stats = replace(
-            folded(notes, lambda stats, one: one.added_to(stats), no_reads(len(chunk.token))),
+            folded(chosen, lambda stats, one: one.added_to(stats), no_reads(len(chunk.token))),
             block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
             block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
         )
+        stats = replace(stats, blocks_read=jnp.sum(stats.reads, axis=(1, 2), dtype=jnp.int32))
         if self.pruned is None:
             return stats
         if self.noting is None:
@@ -182,10 +185,13 @@ class AllOfLayer:
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
+    ) -> tuple[Float[Array, "r 1 h d"], LayerReads | AllRead]:
         """Return attention to all there is, and that it was read."""
-        table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
+        table = chunk.table
         out, block_lse = read_all(plant, softmax, q[:, 0], cached, table, chunk.lengths, chunk.at, self.skipped)
+        if self.mass is None and self.noting is None:
+            return out[:, None], AllRead(window=softmax.window)
+        blocks = blocks_of(table, chunk.lengths, plant.page_size, softmax.window)
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]

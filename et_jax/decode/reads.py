@@ -1,12 +1,19 @@
 """What attention read: of one layer, and gathered over all."""
 
+from functools import cache, partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import pack_blocks
+from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads
-from et_jax.types import pytree, replace
+from et_jax.decode.plant import Plant
+from et_jax.decode.selection import blocks_of
+from et_jax.models.stacks import Turns, entry
+from et_jax.types import pytree, replace, static
 
 
 @pytree
@@ -59,18 +66,17 @@ def no_reads(batch: int) -> ReadStats:
 class LayerReads:
     """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`.
 
-    `block_lse` is the log-sum-exp of each block, in nats, of the rows whose drafts go by it.
+    How many blocks that is follows from the mask. `block_lse` is the log-sum-exp of each block, in nats, of the rows
+    whose drafts go by it.
     """
 
-    blocks_read: Int[Array, " b"]
     block_mask: UInt32[Array, "b k n32"]
     block_mass: Float[Array, "b h n"] | None
     looked: "Looked | None" = None
     block_lse: Float[Array, "s h n"] | None = None
 
     def added_to(self, stats: ReadStats) -> ReadStats:
-        """Return the stats with what was read of this layer added up; masks and masses are as they were."""
-        stats = replace(stats, blocks_read=stats.blocks_read + self.blocks_read)
+        """Return the stats with what choosing this layer's blocks came to added up; all else is as it was."""
         if self.looked is None:
             return stats
         return replace(
@@ -81,6 +87,16 @@ class LayerReads:
             num_entropies=stats.num_entropies + self.looked.num_entropies,
             least_entropy=jnp.minimum(stats.least_entropy, self.looked.least_entropy),
         )
+
+
+@pytree
+class AllRead:
+    """Stands for the notes of a layer of which all within the `window` was read.
+
+    That follows from lengths alone: `written_out` works it out once for all layers of a window, after all of them.
+    """
+
+    window: int | None = static(default=None)
 
 
 @pytree
@@ -102,9 +118,44 @@ def reads_of(
 ) -> LayerReads:
     """Return the notes of a layer of which these blocks were read."""
     return LayerReads(
-        blocks_read=jnp.sum(opened, axis=(1, 2), dtype=jnp.int32),
         block_mask=pack_blocks(opened),
         block_mass=mass,
         looked=looked,
         block_lse=block_lse,
     )
+
+
+def written_out(
+    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, notes: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the notes of all layers in order with those of layers that read all in place of every `AllRead`.
+
+    `skipped` counts the blocks at the beginning that a KV head of a layer holds nothing of.
+    """
+
+    @cache
+    def within(window: int | None) -> Bool[Array, "r n"]:
+        return blocks_of(chunk.table, chunk.lengths, plant.page_size, window).readable
+
+    def of_layer(note: AllRead, number: int | Int[Array, ""]) -> LayerReads:
+        readable = within(note.window)[:, None]
+        opened = jnp.broadcast_to(readable, (len(readable), plant.model.num_kv_heads, readable.shape[-1]))
+        if skipped is not None:
+            opened = opened & (jnp.arange(opened.shape[-1]) >= entry(skipped, number, axis=1)[..., None])
+        return reads_of(opened, None, None)
+
+    found: list[Any] = []
+    number = 0
+    for note in notes:
+        turns = note if isinstance(note, Turns) else None
+        of_period = (note,) if turns is None else turns.of_period
+        depth = 1 if turns is None else turns.depth
+        told = []
+        for first, one in enumerate(of_period, number):
+            if isinstance(one, AllRead):
+                numbers = first + len(of_period) * jnp.arange(depth)
+                one = of_layer(one, first) if turns is None else jax.vmap(partial(of_layer, one))(numbers)
+            told.append(one)
+        found.append(told[0] if turns is None else replace(turns, of_period=tuple(told)))
+        number += len(of_period) * depth
+    return tuple(found)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.reads import LayerReads, Looked
+from et_jax.decode.reads import AllRead, LayerReads, Looked
 from et_jax.models.sharding import AXIS, of_chip, shardings
 from et_jax.softmax import Softmax
 
@@ -52,7 +52,7 @@ def by_heads(
     v: Float[Array, "r t k d"],
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
-) -> tuple[Float[Array, "r t h d"], LayerCache, LayerReads | None]:
+) -> tuple[Float[Array, "r t h d"], LayerCache, LayerReads | AllRead | None]:
     """Return what `attend` does of one layer, done on every chip for its own heads."""
     mesh = mesh_of(plant)
     own = dataclasses.replace(plant, model=of_chip(plant.model, mesh), mesh=None)
@@ -95,10 +95,10 @@ def mesh_of(plant: Plant) -> Mesh:
     return plant.mesh
 
 
-def _parted(notes: LayerReads | None) -> tuple[Any, Any]:
+def _parted(notes: LayerReads | AllRead | None) -> tuple[Any, Any]:
     """What a chip notes of its own heads, and what all chips note, put together as `LayerReads.added_to` does it."""
-    if notes is None:
-        return None, None
+    if notes is None or isinstance(notes, AllRead):
+        return None, notes
     looked = notes.looked
     if looked is not None:
         looked = Looked(
@@ -108,15 +108,15 @@ def _parted(notes: LayerReads | None) -> tuple[Any, Any]:
             num_entropies=jax.lax.psum(looked.num_entropies, AXIS),
             least_entropy=jax.lax.pmin(looked.least_entropy, AXIS),
         )
-    return (notes.block_mask, notes.block_mass), (jax.lax.psum(notes.blocks_read, AXIS), looked)
+    return (notes.block_mask, notes.block_mass), looked
 
 
-def _joined(of_heads: Any, of_all: Any) -> LayerReads | None:
+def _joined(of_heads: Any, of_all: Any) -> LayerReads | AllRead | None:
     """The notes of all heads, of which `_parted` made two."""
     if of_heads is None:
-        return None
-    (block_mask, block_mass), (blocks_read, looked) = of_heads, of_all
-    return LayerReads(blocks_read=blocks_read, block_mask=block_mask, block_mass=block_mass, looked=looked)
+        return of_all
+    block_mask, block_mass = of_heads
+    return LayerReads(block_mask=block_mask, block_mass=block_mass, looked=of_all)
 
 
 def _below(owner: Any, key: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from et_jax.models.config import ModelShape
-from et_jax.types import pytree
+from et_jax.types import pytree, replace, static
 
 T = TypeVar("T")
 Carried = TypeVar("Carried")
@@ -151,9 +151,10 @@ class Threaded:
 
 @pytree
 class Turns:
-    """What the layers told that one scan ran: of each layer of its pattern, arrays that lead with the turns."""
+    """What the layers told that one scan ran in `depth` turns: of each of its pattern, arrays that lead with them."""
 
     of_period: tuple[Any, ...]
+    depth: int = static()
 
 
 def through(
@@ -177,7 +178,7 @@ def through(
             else:
                 begun = jnp.int32(turns.start), carried
                 (_, carried), of_period = jax.lax.scan(one, begun, length=len(turns))
-                told.append(Turns(of_period=of_period))
+                told.append(Turns(of_period=of_period, depth=len(turns)))
     return carried, tuple(told)
 
 
@@ -200,7 +201,8 @@ def _turn(
 def parts(told: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Return a part of what each layer told, in the form that all of it has."""
     return tuple(
-        Turns(of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one) for one in told
+        replace(one, of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one)
+        for one in told
     )
 
 
