@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from et_jax.control.base import num_words
 from et_jax.control.selector import Selection, Selector
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
@@ -21,7 +22,7 @@ from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.pruned import Noting, heavy_of
 from et_jax.decode.reading import read_all, read_chosen
-from et_jax.decode.reads import AllRead, LayerReads, Looked, ReadStats, no_reads, reads_of, written_out
+from et_jax.decode.reads import AllRead, ByHead, LayerReads, ReadStats, chosen_reads, reads_of, written_out
 from et_jax.decode.selection import (
     Blocks,
     Chosen,
@@ -37,12 +38,11 @@ from et_jax.decode.selection import (
     widened,
     with_residual,
 )
-from et_jax.models.stacks import Layer, by_layer, folded
+from et_jax.models.stacks import Layer, by_layer
 from et_jax.pallas.backend import platform
 from et_jax.pallas.paged_prefill.api import paged_prefill
 from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
-from et_jax.sums import total
 from et_jax.types import Table, pytree, replace, static
 
 
@@ -130,7 +130,6 @@ class Selected:
             tolerance=self.tolerance,
             fresh=self.fresh,
             last=layer.of(self.block_mask, axis=1),
-            kept_mass=self.kept_mass,
             selector=selector,
             min_context=self.min_context,
             mass=mass,
@@ -143,10 +142,12 @@ class Selected:
 
     def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
-        chosen = [one for one in notes if jax.tree.leaves(one)]  # there is nothing to add up of `AllRead`
-        notes = written_out(plant, chunk, self.skipped, notes)
+        lengths = chunk.lengths
+        notes, long = written_out(plant, chunk, self.skipped, notes), _long(self, lengths)
+        kept_mass = jnp.where(long, self.kept_mass, 1.0)
+        summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
-            folded(chosen, lambda stats, one: one.added_to(stats), no_reads(len(chunk.token))),
+            chosen_reads(notes, self.fresh & long, kept_mass, summaries),
             block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
             block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
         )
@@ -155,7 +156,7 @@ class Selected:
             return stats
         if self.noting is None:
             return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
-        held = held_blocks(self.noting.of(chunk.lengths), self.page_size)
+        held = held_blocks(self.noting.of(lengths), self.page_size)
         told = tuple(
             jax.tree.map(attrgetter("block_lse"), note, is_leaf=lambda x: isinstance(x, LayerReads)) for note in notes
         )
@@ -202,7 +203,7 @@ class AllOfLayer:
                 lse = _by_block(lse, self.noting.of(self.skipped))
             if softmax.window is not None:
                 lse = jnp.full((*lse.shape[:2], opened.shape[2]), -jnp.inf)
-        return out[:, None], reads_of(opened, self.mass, None, lse)
+        return out[:, None], reads_of(opened, self.mass, lse)
 
 
 @pytree
@@ -215,7 +216,6 @@ class SelectedOfLayer:
     tolerance: Float[Array, " r"]
     fresh: Bool[Array, " r"]
     last: UInt32[Array, "r k n32"]
-    kept_mass: Float[Array, " r"]
     selector: Selector
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
@@ -242,7 +242,7 @@ class SelectedOfLayer:
         lengths, queries = chunk.lengths, q[:, 0]
         grouped = _grouped(queries, plant, softmax)
         blocks = blocks_of(widened(chunk.table), lengths, plant.page_size, softmax.window)
-        scored = self.fresh & self._long(lengths)
+        scored = self.fresh & _long(self, lengths)
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
         listed, opened = chosen.listed[..., :num_blocks], chosen.opened[..., :num_blocks]
@@ -260,28 +260,15 @@ class SelectedOfLayer:
             attended = out.astype(jnp.float32).reshape(grouped.shape)
             mixed = with_residual(attended, read.residual, blocks, cached.summaries.mean)
             out = mixed.astype(out.dtype).reshape(out.shape)
-        long = self._long(lengths)
-        summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
-        looked = Looked(
-            kept_mass=jnp.where(scored, jnp.min(read.kept, axis=(1, 2)), jnp.where(long, self.kept_mass, 1.0)),
-            summaries_read=jnp.where(scored, summaries, 0),
-            entropies=jnp.where(scored, total(chosen.entropy.reshape(len(lengths), -1)), 0.0),
-            num_entropies=jnp.where(scored, float(plant.model.num_heads), 0.0),
-            least_entropy=jnp.where(scored, jnp.min(chosen.entropy, axis=(1, 2)), jnp.inf),
-        )
         lse = None
         if self.noting is not None:
             noted = self.noting.of(opened)
             place = jnp.where(noted, jnp.cumsum(noted, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
             place = jnp.repeat(place, plant.model.group_size, axis=1)
             lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
-        return out[:, None], reads_of(opened, mass, looked, lse)
-
-    def _long(self, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
-        """Whether rows are long enough for blocks to be chosen."""
-        if not self.chooses:
-            return jnp.zeros_like(lengths, bool)
-        return jnp.ones_like(lengths, bool) if self.min_context is None else lengths >= self.min_context
+        heads = ByHead(kept=read.kept.reshape(len(lengths), -1), entropy=chosen.entropy.reshape(len(lengths), -1))
+        mask = chosen.mask[..., : num_words(num_blocks)]
+        return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
     def _choose(
         self,
@@ -306,7 +293,7 @@ class SelectedOfLayer:
         if not always:
             last = None if self.refresh_every == 1 else PerHead(array=self.last)
             kept = Kept(
-                long=PerRow(array=self._long(blocks.length).astype(jnp.int32)),
+                long=PerRow(array=_long(self, blocks.length).astype(jnp.int32)),
                 fresh=PerRow(array=self.fresh.astype(jnp.int32)),
                 last=last,
             )
@@ -351,6 +338,13 @@ class SelectedOfLayer:
 
         upper = None if chosen.upper is None else PerQuery(array=chosen.upper)
         return per_head(settled, PerHead(array=chosen.opened), PerQuery(array=chosen.estimate), upper, length, kept)
+
+
+def _long(reader: Selected | SelectedOfLayer, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
+    """Whether rows are long enough for blocks to be chosen."""
+    if not reader.chooses:
+        return jnp.zeros_like(lengths, bool)
+    return jnp.ones_like(lengths, bool) if reader.min_context is None else lengths >= reader.min_context
 
 
 def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:

@@ -1,6 +1,6 @@
 """What attention read: of one layer, and gathered over all."""
 
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from et_jax.decode.mixing import ExpertReads
 from et_jax.decode.plant import Plant
 from et_jax.decode.selection import blocks_of
 from et_jax.models.stacks import Turns, entry
+from et_jax.sums import total
 from et_jax.types import pytree, replace, static
 
 
@@ -64,7 +65,7 @@ def no_reads(batch: int) -> ReadStats:
 
 @pytree
 class LayerReads:
-    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `looked`.
+    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `by_head`.
 
     How many blocks that is follows from the mask. `block_lse` is the log-sum-exp of each block, in nats, of the rows
     whose drafts go by it.
@@ -72,21 +73,8 @@ class LayerReads:
 
     block_mask: UInt32[Array, "b k n32"]
     block_mass: Float[Array, "b h n"] | None
-    looked: "Looked | None" = None
+    by_head: "ByHead | None" = None
     block_lse: Float[Array, "s h n"] | None = None
-
-    def added_to(self, stats: ReadStats) -> ReadStats:
-        """Return the stats with what choosing this layer's blocks came to added up; all else is as it was."""
-        if self.looked is None:
-            return stats
-        return replace(
-            stats,
-            kept_mass=jnp.minimum(stats.kept_mass, self.looked.kept_mass),
-            summaries_read=stats.summaries_read + self.looked.summaries_read,
-            entropies=stats.entropies + self.looked.entropies,
-            num_entropies=stats.num_entropies + self.looked.num_entropies,
-            least_entropy=jnp.minimum(stats.least_entropy, self.looked.least_entropy),
-        )
 
 
 @pytree
@@ -100,29 +88,50 @@ class AllRead:
 
 
 @pytree
-class Looked:
-    """What choosing the blocks of one layer came to: fields as those of `ReadStats`."""
+class ByHead:
+    """What choosing blocks came to for every query head: the share of mass `kept`, and the entropy of attention."""
 
-    summaries_read: Int[Array, " b"]
-    kept_mass: Float[Array, " b"]
-    entropies: Float[Array, " b"]
-    num_entropies: Float[Array, " b"]
-    least_entropy: Float[Array, " b"]
+    kept: Float[Array, "r *l h"]
+    entropy: Float[Array, "r *l h"]
+
+
+def chosen_reads(
+    notes: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
+) -> ReadStats:
+    """Return what choosing blocks came to over all layers that did; masks and masses are those of no layer.
+
+    Rows that are not `scored` keep their `kept_mass`; `summaries` are inspected of each layer of the others.
+    """
+    found = [
+        jax.tree.map(lambda x: x[:, None], one.by_head)
+        if isinstance(note, LayerReads)
+        else jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), one.by_head)
+        for note in notes
+        for one in (note.of_period if isinstance(note, Turns) else (note,))
+        if isinstance(one, LayerReads) and one.by_head is not None
+    ]
+    stats = no_reads(len(scored))
+    if not found:
+        return stats
+    of_all = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
+    _, layers, heads = of_all.kept.shape
+    of_layers = total(of_all.entropy)
+    entropies = reduce(jnp.add, (of_layers[:, i] for i in range(layers)), stats.entropies)
+    return replace(
+        stats,
+        kept_mass=jnp.where(scored, jnp.min(of_all.kept, axis=(1, 2)), kept_mass),
+        summaries_read=jnp.where(scored, layers * summaries, 0),
+        entropies=jnp.where(scored, entropies, 0.0),
+        num_entropies=jnp.where(scored, float(layers * heads), 0.0),
+        least_entropy=jnp.where(scored, jnp.min(of_all.entropy, axis=(1, 2)), jnp.inf),
+    )
 
 
 def reads_of(
-    opened: Bool[Array, "r k n"],
-    mass: Float[Array, "r h n"] | None,
-    looked: Looked | None,
-    block_lse: Float[Array, "s h n"] | None = None,
+    opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, block_lse: Float[Array, "s h n"] | None = None
 ) -> LayerReads:
-    """Return the notes of a layer of which these blocks were read."""
-    return LayerReads(
-        block_mask=pack_blocks(opened),
-        block_mass=mass,
-        looked=looked,
-        block_lse=block_lse,
-    )
+    """Return the notes of a layer of which these blocks were read, and none was chosen."""
+    return LayerReads(block_mask=pack_blocks(opened), block_mass=mass, block_lse=block_lse)
 
 
 def written_out(
@@ -142,7 +151,7 @@ def written_out(
         opened = jnp.broadcast_to(readable, (len(readable), plant.model.num_kv_heads, readable.shape[-1]))
         if skipped is not None:
             opened = opened & (jnp.arange(opened.shape[-1]) >= entry(skipped, number, axis=1)[..., None])
-        return reads_of(opened, None, None)
+        return reads_of(opened, None)
 
     found: list[Any] = []
     number = 0

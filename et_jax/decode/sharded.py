@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.reads import AllRead, LayerReads, Looked
+from et_jax.decode.reads import AllRead, LayerReads
 from et_jax.models.sharding import AXIS, of_chip, shardings
 from et_jax.softmax import Softmax
 
@@ -57,19 +57,17 @@ def by_heads(
     mesh = mesh_of(plant)
     own = dataclasses.replace(plant, model=of_chip(plant.model, mesh), mesh=None)
 
-    def here(*given: Any) -> tuple[Array, LayerCache, Any, Any]:
-        out, cached, notes = attend(own, *given)
-        return out, cached, *_parted(notes)
+    def here(*given: Any) -> tuple[Array, LayerCache, Any]:
+        return attend(own, *given)
 
     heads, pages, everywhere = PartitionSpec(None, None, AXIS), split(cached), PartitionSpec()
-    out, cached, of_heads, of_all = jax.shard_map(
+    return jax.shard_map(
         here,
         mesh=mesh,
         in_specs=(*split((softmax, chunk, reader)), heads, heads, heads, pages, everywhere),
-        out_specs=(heads, pages, PartitionSpec(None, AXIS), everywhere),
+        out_specs=(heads, pages, PartitionSpec(None, AXIS)),
         check_vma=False,  # kernels do not say over which axes their outputs vary
     )(softmax, chunk, reader, q, k, v, cached, surprisal)
-    return out, cached, _joined(of_heads, of_all)
 
 
 def whole(mesh: Mesh, x: Array) -> Array:
@@ -93,30 +91,6 @@ def mesh_of(plant: Plant) -> Mesh:
     if plant.mesh is None:
         raise ValueError("plant: got one that is on one chip, wanted one over a mesh")
     return plant.mesh
-
-
-def _parted(notes: LayerReads | AllRead | None) -> tuple[Any, Any]:
-    """What a chip notes of its own heads, and what all chips note, put together as `LayerReads.added_to` does it."""
-    if notes is None or isinstance(notes, AllRead):
-        return None, notes
-    looked = notes.looked
-    if looked is not None:
-        looked = Looked(
-            kept_mass=jax.lax.pmin(looked.kept_mass, AXIS),
-            summaries_read=jax.lax.psum(looked.summaries_read, AXIS),
-            entropies=jax.lax.psum(looked.entropies, AXIS),
-            num_entropies=jax.lax.psum(looked.num_entropies, AXIS),
-            least_entropy=jax.lax.pmin(looked.least_entropy, AXIS),
-        )
-    return (notes.block_mask, notes.block_mass), looked
-
-
-def _joined(of_heads: Any, of_all: Any) -> LayerReads | AllRead | None:
-    """The notes of all heads, of which `_parted` made two."""
-    if of_heads is None:
-        return of_all
-    block_mask, block_mass = of_heads
-    return LayerReads(block_mask=block_mask, block_mass=block_mass, looked=of_all)
 
 
 def _below(owner: Any, key: Any) -> Any:

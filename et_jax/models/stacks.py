@@ -201,8 +201,7 @@ def _turn(
 def parts(told: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Return a part of what each layer told, in the form that all of it has."""
     return tuple(
-        replace(one, of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one)
-        for one in told
+        replace(one, of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one) for one in told
     )
 
 

@@ -140,7 +140,6 @@ def pruned(selector, residual: bool = False) -> SelectedOfLayer:
         tolerance=jnp.full(ROWS, 0.3),
         fresh=jnp.ones(ROWS, bool),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
-        kept_mass=jnp.ones(ROWS),
         selector=jax.tree.map(lambda number: jnp.full(ROWS, number), selector),
         min_context=None,
         mass=None,
@@ -168,12 +167,12 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
 def test_a_certificate_holds_under_sinks_and_what_is_told_was_read_is_a_lower_bound():
     softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
     _, notes, score = read(pruned(Certified(chord_bounds)), softmax)
-    assert notes.looked is not None
+    assert notes.by_head is not None
     opened = np.asarray(unpack_blocks(notes.block_mask))[:, :, None, :TOKENS]
     mass, sink = np.exp(score), np.exp(np.asarray(SINKS)).reshape(1, MODEL.num_kv_heads, -1)
     unread = np.where(opened, 0.0, mass).sum(-1) / (mass.sum(-1) + sink)
     assert unread.max() <= 0.3 and (unread > 0).mean() > 0.5
-    assert np.all(np.asarray(notes.looked.kept_mass) <= 1 - unread.max((1, 2)) + 1e-6)
+    assert np.all(np.asarray(notes.by_head.kept) <= 1 - unread.reshape(ROWS, -1) + 1e-6)
 
 
 def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
