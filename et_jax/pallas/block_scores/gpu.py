@@ -1,24 +1,29 @@
-"""`block_scores` and `code_scores` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
+"""`block_scores` and `code_scores` for GPUs of compute capability 9.0, in Pallas by Triton.
 
-A program is one warpgroup. It takes one KV head of one row and either 64 blocks, whose summaries it copies row by row
-into shared memory, their least, most and mean keys each to a place of its own (of a part of a place the compiler takes
-the swizzle of the whole), or one block, whose codes it copies 64 tokens at a time. Rows lie on the 64 rows of a wgmma's
-accumulator, so that sums over channels stay within four threads; there is no wgmma: products are float32.
+A program takes one KV head of one row and a few blocks. Summaries are multiplied in float32. Codes are whole numbers
+of 8 bits, which bfloat16 holds exactly, so that tensor cores multiply them: a query times the steps of its page is
+split into three parts of bfloat16, together as exact as float32, which are columns of one product. Past a row's end the
+null page is read.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas.hopper import HEAD_DIMS, TILE, store, unserved
+from et_jax.pallas.hopper import unserved
 from et_jax.softmax import capped, finite
 
-COLUMNS = 8  # the fewest an accumulator has; the queries of a group that share a read of the codes
+BLOCKS = 32  # of a program that scores summaries
+CODED = 8  # blocks of a program that scores codes, one after the other
+PARTS = 4  # of a query in bfloat16, the last of them 0: columns come in powers of two
+COLUMNS = 16  # the fewest of a product
+HEAD_DIMS = (64, 128)  # whose summaries fit in registers
 
 
 def block_scores(
@@ -30,33 +35,21 @@ def block_scores(
     *,
     page_size: int,
     scale: float,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return what `api.block_scores` documents.
-
-    interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
-    """
+    """Return what `api.block_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
     b, h, d = q.shape
     k, n = key_box.shape[0], page_table.shape[1]
     _refuse_unserved(d)
-    held = (lengths + page_size - 1) // page_size
-    result = jax.ShapeDtypeStruct((b, h, n + -n % TILE), jnp.float32)
-    results = plgpu.kernel(
-        functools.partial(_score_blocks, group=h // k),
-        out_type=(result,) * 3,
-        scratch_types=(
-            plgpu.SMEM((TILE, d), key_box.dtype),
-            plgpu.SMEM((TILE, d), key_box.dtype),
-            plgpu.SMEM((TILE, d), mean.dtype),
-            plgpu.Barrier(num_arrivals=3 * TILE),
-        ),
-        grid=(result.shape[2] // TILE, k, b),
-        grid_names=("tile", "head", "row"),
-        compiler_params=plgpu.CompilerParams(),
+    result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
+    low, high, middle = pl.pallas_call(
+        functools.partial(_score_blocks, group=h // k, page_size=page_size, scale=scale),
+        grid=(-(-n // BLOCKS), k, b),
+        out_shape=(result,) * 3,
         interpret=interpret,
-    )(q.astype(jnp.float32) * scale, key_box, mean, page_table, jnp.minimum(held, n))
-    held_mask = (jnp.arange(n, dtype=jnp.int32) < held[:, None])[:, None]
-    low, high, middle = (jnp.where(held_mask, x[..., :n], -jnp.inf) for x in results)
+        name="block_scores",
+        **_compiled(interpret, num_warps=4),
+    )(q, key_box, mean, page_table, lengths)
     return low, high, middle
 
 
@@ -70,41 +63,34 @@ def code_scores(
     page_size: int,
     scale: float,
     soft_cap: float | None = None,
-    interpret: plgpu.InterpretGPUParams | None = None,
+    interpret: bool = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` is as in `block_scores`."""
     b, h, d = q.shape
     k, p, _ = key_box.shape
     n, s, g = page_table.shape[1], page_size, h // k
     _refuse_unserved(d)
-    if s % TILE:
-        raise unserved(f"reads codes of whole tiles of {TILE} tokens, not of {s}")
-    if g > COLUMNS:
-        raise unserved(f"has columns for {COLUMNS} query heads a KV head, not {g}")
-    tiles = s // TILE
-    result = jax.ShapeDtypeStruct((b, k, n, tiles, COLUMNS), jnp.float32)
-    lse = plgpu.kernel(
-        functools.partial(_score_codes, group=g, soft_cap=soft_cap),
-        out_type=result,
-        scratch_types=(plgpu.SMEM((TILE, d), jnp.int8), plgpu.Barrier()),
-        grid=(n, k, b),
-        grid_names=("block", "head", "row"),
-        compiler_params=plgpu.CompilerParams(),
+    if s < COLUMNS or s & (s - 1):
+        raise unserved(f"reads codes of pages of a power of two from {COLUMNS} tokens on, not of {s}")
+    result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
+    block_lse, error = pl.pallas_call(
+        functools.partial(_score_codes, group=g, scale=scale, soft_cap=soft_cap),
+        grid=(-(-n // CODED), k, b),
+        out_shape=(result, result),
         interpret=interpret,
-    )(q.astype(jnp.float32) * scale, key_codes.reshape(k, p, s, d), key_box, page_table, lengths)
-    seen_mask = jnp.arange(n * tiles, dtype=jnp.int32).reshape(n, tiles) * TILE < lengths[:, None, None]
-    lse = jnp.where(seen_mask[:, None, ..., None], lse, -jnp.inf)
-    block_lse = functools.reduce(jnp.logaddexp, (lse[:, :, :, tile, :g] for tile in range(tiles)))
-    # sum_c |q_c| (max_c - min_c) is the width of the block's range
-    at = {"page_size": page_size, "scale": scale, "interpret": interpret}
-    low, high, _ = block_scores(q, key_box, key_box, page_table, lengths, **at)
-    error = jnp.where(seen_mask[:, None, :, 0], (high - low) / (2 * 255.0), 0.0)
-    return block_lse.swapaxes(2, 3).reshape(b, h, n), error
+        name="code_scores",
+        **_compiled(interpret, num_warps=4, num_stages=3),
+    )(q, key_codes.reshape(k, p, s, d), key_box, page_table, lengths)
+    return block_lse, error
 
 
-def _refuse_unserved(d: int) -> None:
-    if d not in HEAD_DIMS[:2]:
-        raise unserved(f"has registers for head dims of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}, not {d}")
+def _refuse_unserved(head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise unserved(f"has registers for head dims of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}, not {head_dim}")
+
+
+def _compiled(interpret: bool, **settings: int) -> dict[str, Any]:
+    return {} if interpret else {"compiler_params": plt.CompilerParams(**settings)}
 
 
 def _score_blocks(
@@ -113,41 +99,33 @@ def _score_blocks(
     box_ref,
     mean_ref,
     table_ref,
-    held_ref,
+    lengths_ref,
     # outputs, in global memory
     low_ref,
     high_ref,
     middle_ref,
-    # scratch, in shared memory
-    least_ref,
-    most_ref,
-    means_ref,
-    arrived,
     *,
     group: int,
+    page_size: int,
+    scale: float,
 ):
-    """Score 64 blocks of one row and KV head; past the row's end its last block again, up to a whole tile."""
-    row, head, first = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("tile") * TILE
-    held, d = held_ref[row], means_ref.shape[1]
-
-    @pl.when(first < held)
-    def _():
-        def fetch(j, _):
-            page = pl.ds(table_ref[row, jnp.minimum(first + j, held - 1)], 1)
-            own = pl.ds(j, 1)
-            plgpu.copy_gmem_to_smem(box_ref.at[head, page, pl.ds(0, d)], least_ref.at[own], arrived)
-            plgpu.copy_gmem_to_smem(box_ref.at[head, page, pl.ds(d, d)], most_ref.at[own], arrived)
-            plgpu.copy_gmem_to_smem(mean_ref.at[head, page, pl.ds(0, d)], means_ref.at[own], arrived)
-
-        lax.fori_loop(0, TILE, fetch, None)
-        plgpu.barrier_wait(arrived)
-        least, most, mean = (_rows(part) for part in (least_ref, most_ref, means_ref))
-        for place in range(group):
-            query = _below(q_ref.at[row, head * group + place], least.shape)
-            at_min, at_max = query * least, query * most
-            found = jnp.minimum(at_min, at_max), jnp.maximum(at_min, at_max), query * mean
-            for result_ref, each in zip((low_ref, high_ref, middle_ref), found, strict=True):
-                store(result_ref.at[row, head * group + place, pl.ds(first, TILE)], jnp.sum(each, axis=1))
+    """Score some blocks of one row and KV head; what is past the end of the table is scored at its last place."""
+    tile, head, row = (pl.program_id(axis) for axis in range(3))
+    d, n = q_ref.shape[2], table_ref.shape[1]
+    block = jnp.minimum(tile * BLOCKS + lax.broadcasted_iota(jnp.int32, (BLOCKS,), 0), n - 1)
+    held = block * page_size < lengths_ref[row]
+    page = jnp.where(held, table_ref[row, block], 0)
+    channel = lax.broadcasted_iota(jnp.int32, (BLOCKS, d), 1)
+    pages = lax.broadcast_in_dim(page, (BLOCKS, d), [0])
+    least, most = (box_ref[head, pages, first + channel].astype(jnp.float32) for first in (0, d))
+    mean = mean_ref[head, pages, channel]
+    for place in range(group):
+        query = q_ref[row, head * group + place, lax.broadcasted_iota(jnp.int32, (d,), 0)].astype(jnp.float32) * scale
+        query = lax.broadcast_in_dim(query, (BLOCKS, d), [1])
+        at_min, at_max = query * least, query * most
+        found = jnp.minimum(at_min, at_max), jnp.maximum(at_min, at_max), query * mean
+        for ref, each in zip((low_ref, high_ref, middle_ref), found, strict=True):
+            ref[row, head * group + place, block] = jnp.where(held, jnp.sum(each, axis=1), -jnp.inf)
 
 
 def _score_codes(
@@ -157,48 +135,58 @@ def _score_codes(
     box_ref,
     table_ref,
     lengths_ref,
-    # output, in global memory
+    # outputs, in global memory
     lse_ref,
-    # scratch, in shared memory
-    tile_ref,
-    arrived,
+    error_ref,
     *,
     group: int,
+    scale: float,
     soft_cap: float | None,
 ):
-    """Write the log-sum-exp of each 64 tokens of one block, for the queries of one KV head."""
-    row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
+    """Score some blocks of one row and KV head, one after the other."""
+    tile, head, row = (pl.program_id(axis) for axis in range(3))
     s, d = codes_ref.shape[2:]
-    page, end = table_ref[row, block], lengths_ref[row] - block * s
+    n, length = table_ref.shape[1], lengths_ref[row]
+    heads = max(COLUMNS // PARTS, 1 << (group - 1).bit_length())  # some of them repeat the last
+    columns = PARTS * heads
+    column, channel = (lax.broadcasted_iota(jnp.int32, (columns, d), axis) for axis in (0, 1))
+    query_head = head * group + jnp.minimum(lax.rem(column, heads), group - 1)
+    query = q_ref[row, query_head, channel].astype(jnp.float32) * scale
+    part = lax.div(column, heads)
+    own = jnp.minimum(lax.broadcasted_iota(jnp.int32, (heads,), 0), group - 1)
 
-    def meet(tile, _):
-        tokens = codes_ref.at[head, page, pl.ds(tile * TILE, TILE)]
-        plgpu.copy_gmem_to_smem(tokens, tile_ref, arrived)
-        least = _below(box_ref.at[head, page, pl.ds(0, d)], (TILE, d))
-        step = (_below(box_ref.at[head, page, pl.ds(d, d)], (TILE, d)) - least) / 255.0
-        plgpu.barrier_wait(arrived)
-        key = _rows(tile_ref) * step + (least + 128.0 * step)
-        plgpu.commit_smem()  # these reads come before the next copy to this place
-        shape = (TILE, COLUMNS)
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        scores = plgpu.layout_cast(jnp.full(shape, -jnp.inf, jnp.float32), plgpu.Layout.WGMMA)
-        for place in range(group):
-            each = jnp.sum(_below(q_ref.at[row, head * group + place], key.shape) * key, axis=1)
-            scores = jnp.where(column == place, lax.broadcast_in_dim(capped(each, soft_cap), shape, [0]), scores)
-        offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        scores = jnp.where(offset < end - tile * TILE, scores, -jnp.inf)
-        top = finite(jnp.max(scores, axis=0))  # there are columns of no query
-        total = jnp.sum(jnp.exp(scores - lax.broadcast_in_dim(top, shape, [1])), axis=0)
-        store(lse_ref.at[row, head, block, tile], top + jnp.log(total))
+    def score(i, _):
+        block = jnp.minimum(tile * CODED + i, n - 1)
+        end = jnp.clip(length - block * s, 0, s)
+        page = jnp.where(end > 0, table_ref[row, block], 0)
+        place = lax.broadcasted_iota(jnp.int32, (d,), 0)
+        least, most = (box_ref[head, page, first + place].astype(jnp.float32) for first in (0, d))
+        step = (most - least) / 255.0
+        stepped = query * lax.broadcast_in_dim(step, query.shape, [1])
+        offset = jnp.sum(query * lax.broadcast_in_dim(least + 128.0 * step, query.shape, [1]), axis=1)
+        first, rest = _split(stepped)
+        second, rest = _split(rest)
+        third, _ = _split(rest)
+        parts = jnp.where(part == 0, first, jnp.where(part == 1, second, jnp.where(part == 2, third, 0.0)))
+        codes = codes_ref[head, page].astype(jnp.bfloat16)
+        scores = lax.dot_general(
+            codes, parts.astype(jnp.bfloat16), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        scores = jnp.sum(scores.reshape(s, PARTS, heads), axis=1)
+        offset = jnp.max(offset.reshape(PARTS, heads), axis=0)  # all parts have the same
+        scores = capped(scores + lax.broadcast_in_dim(offset, scores.shape, [1]), soft_cap)
+        token = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        scores = jnp.where(token < end, scores, -jnp.inf)
+        top = finite(jnp.max(scores, axis=0))
+        total = jnp.sum(jnp.exp(scores - lax.broadcast_in_dim(top, scores.shape, [1])), axis=0)
+        doubt = jnp.max(jnp.sum(jnp.abs(stepped), axis=1).reshape(PARTS, heads), axis=0)
+        lse_ref[row, head * group + own, block] = top + jnp.log(total)
+        error_ref[row, head * group + own, block] = jnp.where(end > 0, 0.5 * doubt, 0.0)
 
-    lax.fori_loop(0, jnp.clip((end + TILE - 1) // TILE, 0, s // TILE), meet, None)
+    lax.fori_loop(0, CODED, score, None)
 
 
-def _rows(ref) -> Float[Array, "x y"]:
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-
-
-def _below(ref, shape: tuple[int, int]) -> Float[Array, "x y"]:
-    """Return a row repeated below itself, as float32."""
-    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
-    return lax.broadcast_in_dim(row, shape, [1])
+def _split(x: Float[Array, "*x"]) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
+    """Return what bfloat16 holds of numbers, and the rest."""
+    held = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return held, x - held
