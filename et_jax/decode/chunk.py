@@ -15,6 +15,9 @@ class Chunk:
     `slot` None says that rows are the slots in order. Rows of one slot stand in order, and it holds `end` tokens once
     all are written; a token sees those up to itself. `at[i, j]` is the row of the j-th token of the i-th slot, where
     there is none its first row; None says that no two rows are read together.
+
+    Of a layer that shares its pages with others, `turn` is its place among them, and what `table` numbers in the pages
+    of all, `own_table` does in its own. `seen` are the `lengths`, where they were worked out before the layers.
     """
 
     slot: Int[Array, " r"] | None
@@ -25,6 +28,9 @@ class Chunk:
     count: Int[Array, " r"]
     end: Int[Array, " r"]
     at: Int[Array, "s u"] | None = None
+    own_table: Int[Array, "r n"] | None = None
+    turn: Int[Array, ""] | None = None
+    seen: Int[Array, " r"] | None = None
 
     @property
     def positions(self) -> Int[Array, "r t"]:
@@ -34,7 +40,7 @@ class Chunk:
     @property
     def lengths(self) -> Int[Array, " r"]:
         """The tokens that the last one of each row sees, itself included; 0 where a row has none."""
-        return jnp.where(self.count > 0, self.start + self.count, 0)
+        return jnp.where(self.count > 0, self.start + self.count, 0) if self.seen is None else self.seen
 
 
 def of_rows(rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"], at: Int[Array, "s u"] | None = None) -> Chunk:

@@ -41,6 +41,7 @@ verified side by side.
 class LayerReader(Protocol):
     """How a chunk reads one layer of the cache: a pytree whose arrays lead with the rows, without side effects.
 
+    There may be more queries than rows of the chunk, which are nobody's; what is read may have as many, or none.
     Readers of one structure are alike, and layers read by them share a trace.
     """
 
@@ -52,11 +53,11 @@ class LayerReader(Protocol):
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "r t h d"],
+        q: Float[Array, "n t h d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "r t h d"], Any]:
+    ) -> tuple[Float[Array, "_ t h d"], Any]:
         """Return attention to what is read of the layer, in which the chunk is written, and the notes of it."""
         ...
 
@@ -97,11 +98,12 @@ def extend(
         raise ValueError("weights: got layers that lie in other stacks than those of the cache, wanted the same")
 
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
-    num_rows = len(chunk.token)
+    num_rows, chunk = len(chunk.token), replace(chunk, seen=chunk.lengths)  # the same for all layers
     beside = -num_rows % GPU_ROWS if plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu" else 0
 
     def multiplied(x: Shaped[Array, "r *rest"]) -> Shaped[Array, "n *rest"]:
-        return jnp.pad(x, [(0, beside), *[(0, 0)] * (x.ndim - 1)]) if beside else x
+        missing = num_rows + beside - len(x)
+        return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
 
     def attending(
         layer: int | Layer, q: Array, k: Array, v: Array, memory: Threaded, softmax: Softmax
@@ -109,10 +111,13 @@ def extend(
         layer = located(stacks, layer) if isinstance(layer, int) else layer
         cache, took = memory.carried
         place = cache.layers[layer.place]
-        own = replace(chunk, table=place.numbers(chunk.table, layer.turn))
-        q, k, v = (x[:num_rows] for x in (q, k, v))
+        own = chunk
+        if layer.turn is not None:
+            turn = jnp.asarray(layer.turn, jnp.int32)
+            own = replace(chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn)
+        k, v = (x[:num_rows] for x in (k, v))
         out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
-        told = noted, None if watch is None else watch.seen(q)
+        told = noted, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
         return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
 
@@ -141,12 +146,12 @@ def attend(
     softmax: Softmax,
     chunk: Chunk,
     reader: LayerReader,
-    q: Float[Array, "r t h d"],
+    q: Float[Array, "n t h d"],
     k: Float[Array, "r t k d"],
     v: Float[Array, "r t k d"],
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
-) -> tuple[Float[Array, "r t h d"], LayerCache, Any]:
+) -> tuple[Float[Array, "_ t h d"], LayerCache, Any]:
     """One layer's attention: write the chunk's keys and values, read, note.
 
     It is jitted for its trace: what differs between layers that are alike are arrays.

@@ -21,7 +21,7 @@ from et_jax.decode.reading import list_blocks, read_all, read_listed
 from et_jax.models.stacks import Layer, by_layer
 from et_jax.softmax import Softmax, finite
 from et_jax.sums import log_sum_exp, total
-from et_jax.types import pytree
+from et_jax.types import pytree, replace
 
 NOTHING = -30.0
 """Nats: the log of a share that is as good as none."""
@@ -141,15 +141,16 @@ class HeavyOfLayer:
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "r 1 h d"],
+        q: Float[Array, "n 1 h d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "r 1 h d"], Int[Array, " r"]]:
+    ) -> tuple[Float[Array, "_ 1 h d"], Int[Array, " r"]]:
         """Return attention to the blocks listed, and how many those are."""
-        queries, lengths, size = q[:, 0], chunk.lengths, plant.page_size
+        lengths, size = chunk.lengths, plant.page_size
+        queries = q[: len(lengths), 0]
         if softmax.window is not None:
-            out, _ = read_all(plant, softmax, queries, cached, chunk.table, lengths, None)
+            out, _ = read_all(plant, softmax, queries, cached, replace(chunk, at=None))
             first = jnp.maximum(lengths - softmax.window, 0) // size
             return out[:, None], (-(-lengths // size) - first) * plant.model.num_kv_heads
         out = read_listed(plant, softmax, queries, cached, chunk.table, self.listed, self.counts, lengths)

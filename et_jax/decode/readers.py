@@ -76,7 +76,7 @@ class Whole:
     ) -> tuple[Float[Array, "r t h d"], None]:
         """Return attention to all there is."""
         if q.shape[1] == 1:
-            out, _ = read_all(plant, softmax, q[:, 0], cached, chunk.table, chunk.lengths, None)
+            out, _ = read_all(plant, softmax, q[:, 0], cached, replace(chunk, at=None))
             return out[:, None], None
         stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
         out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
@@ -182,23 +182,22 @@ class AllOfLayer:
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "r 1 h d"],
+        q: Float[Array, "n 1 h d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "r 1 h d"], LayerReads | AllRead]:
+    ) -> tuple[Float[Array, "_ 1 h d"], LayerReads | AllRead]:
         """Return attention to all there is, and that it was read."""
-        table = chunk.table
-        out, block_lse = read_all(plant, softmax, q[:, 0], cached, table, chunk.lengths, chunk.at, self.skipped)
+        out, block_lse = read_all(plant, softmax, q[:, 0], cached, chunk, self.skipped)
         if self.mass is None and self.noting is None:
             return out[:, None], AllRead(window=softmax.window)
-        blocks = blocks_of(table, chunk.lengths, plant.page_size, softmax.window)
+        table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
         lse = None
         if self.noting is not None:
-            lse = self.noting.of(block_lse)
+            lse = self.noting.of(block_lse[: len(table)])
             if self.skipped is not None:
                 lse = _by_block(lse, self.noting.of(self.skipped))
             if softmax.window is not None:
@@ -233,13 +232,13 @@ class SelectedOfLayer:
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "r 1 h d"],
+        q: Float[Array, "n 1 h d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
         """Return attention to the blocks chosen, and what they are."""
-        lengths, queries = chunk.lengths, q[:, 0]
+        lengths, queries = chunk.lengths, q[: len(chunk.token), 0]
         grouped = _grouped(queries, plant, softmax)
         blocks = blocks_of(widened(chunk.table), lengths, plant.page_size, softmax.window)
         scored = self.fresh & _long(self, lengths)

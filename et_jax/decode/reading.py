@@ -1,11 +1,13 @@
 """Reading the cache in a step: each row's blocks as a list, and where rows of one slot are read together, as theirs."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.decode.cache import LayerCache
+from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.selection import first_block, held_blocks
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.softmax import Softmax
 
@@ -13,35 +15,22 @@ from et_jax.softmax import Softmax
 def read_all(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "r h d"],
+    queries: Float[Array, "q h d"],
     cached: LayerCache,
-    table: Int[Array, "r n"],
-    lengths: Int[Array, " r"],
-    at: Int[Array, "s t"] | None,
+    chunk: Chunk,
     skipped: Int[Array, "r k"] | None = None,
-) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+) -> tuple[Float[Array, "_ h d"], Float[Array, "_ h m"]]:
     """Return attention to every block within the window of the `softmax`, and the log-sum-exp of each block's scores.
 
-    Those are in the order of the blocks, from the first that one of the rows read together may see.
-    `at` tells which rows are read together, as `Chunk` has it; None is none of them. Each KV head reads on from its
-    `skipped` blocks, as many for all rows that are read together, and the blocks are in order from there.
+    Those are in the order of the blocks, from the first that one of the rows read together may see. Each KV head reads
+    on from its `skipped` blocks, as many for all rows that are read together, and the blocks are in order from there.
     """
-    window, page_size = softmax.window, plant.page_size
-    longest = shortest = lengths
-    rows = 1
-    if at is not None:
-        longest, rows = jnp.max(lengths[at], axis=1), at.shape[1]
-        shortest = jnp.min(jnp.where(lengths[at] > 0, lengths[at], longest[:, None]), axis=1)
-    num_blocks = table.shape[1]
-    most = num_blocks if window is None else min(num_blocks, (window + rows + page_size - 3) // page_size + 1)
-    first, held = first_block(shortest, page_size, window)[:, None], held_blocks(longest, page_size)[:, None]
+    table, at, layers = chunk.table, chunk.at, {}
+    if chunk.turn is not None and chunk.own_table is not None:
+        table, layers = chunk.own_table, {"turn": chunk.turn, "depth": cached.depth}
     if skipped is not None:
-        first = jnp.minimum(jnp.maximum(first, skipped if at is None else skipped[at[:, 0]]), held)
-    listed = jnp.minimum(first[..., None] + jnp.arange(most, dtype=jnp.int32), num_blocks - 1)
-    listed, counts = (
-        jnp.broadcast_to(x, (len(x), plant.model.num_kv_heads, *x.shape[2:])) for x in (listed, held - first)
-    )
-    return _read(plant, softmax, queries, cached, table, listed, counts, lengths, at)
+        layers["skipped"] = skipped if at is None else skipped[at[:, 0]]
+    return _read(plant, softmax, queries, cached, table, None, None, chunk.lengths, at, **layers)
 
 
 def read_chosen(
@@ -98,19 +87,20 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
 def _read(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "r h d"],
+    queries: Float[Array, "q h d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
-    listed: Int[Array, "s k m"],
-    counts: Int[Array, "s k"],
+    listed: Int[Array, "s k m"] | None,
+    counts: Int[Array, "s k"] | None,
     lengths: Int[Array, " r"],
     at: Int[Array, "s t"] | None,
     readers: Int[Array, "s k m"] | None = None,
-) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+    **more: Any,
+) -> tuple[Float[Array, "_ h d"], Float[Array, "_ h m"]]:
     rows_per_slot = 1
-    if at is not None:
+    if at is not None:  # which leaves none of the queries beside the rows
         row, rows_per_slot = at.reshape(-1), at.shape[1]
-        num_rows, queries, table, lengths = len(queries), queries[row], table[at[:, 0]], lengths[row]
+        num_rows, queries, table, lengths = len(table), queries[row], table[at[:, 0]], lengths[row]
     found = paged_attention(
         queries,
         cached.pages,
@@ -123,6 +113,7 @@ def _read(
         readers=readers,
         kv_scales=cached.kv_scales,
         backend=plant.backend,
+        **more,
     )
     if at is None:
         return found

@@ -1,6 +1,7 @@
 """Rows of one slot that read its pages together: their queries stand in one group."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
@@ -15,19 +16,18 @@ def split(
     rows_per_slot: int,
     rows: int,
     page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
+    *lists: Int[Array, "b k ..."] | None,
     readers: Int[Array, "b k m"] | None,
-) -> tuple[Int[Array, "c n"], Int[Array, "c k m"], Int[Array, "c k"], Int[Array, "c k m"] | None]:
-    """Return the lists of slots of `rows` rows each, as if every slot of `rows_per_slot` were several."""
+) -> tuple[Any, ...]:
+    """Return the table, lists and readers of slots of `rows` rows each, as if every slot of several rows were more."""
     parts = rows_per_slot // rows
     if parts == 1:
-        return page_table, blocks, counts, readers
-    page_table, blocks, counts = (jnp.repeat(x, parts, axis=0) for x in (page_table, blocks, counts))
+        return page_table, *lists, readers
+    repeated = (None if x is None else jnp.repeat(x, parts, axis=0) for x in (page_table, *lists))
     if readers is not None:
         first = jnp.tile(jnp.arange(parts, dtype=jnp.int32) * rows, len(readers))
         readers = jnp.repeat(readers, parts, axis=0) >> first[:, None, None]
-    return page_table, blocks, counts, readers
+    return *repeated, readers
 
 
 def by_head(q: Shaped[Array, "r h d"], num_kv_heads: int, rows: int) -> Shaped[Array, "b k q d"]:

@@ -19,7 +19,9 @@ from et_jax.pallas import hopper
 from et_jax.pallas.paged_attention import gpu as attention
 from et_jax.pallas.paged_prefill import gpu as prefill
 
-H200 = jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda"))
+HOPPER = jax.sharding.AbstractMesh(
+    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+)
 SIMULATION = plgpu.InterpretGPUParams(detect_races=True)
 # A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
 # parts, empty slots, what changes the scores, pools in 8 bits, several rows a slot; several blocks of queries, lists.
@@ -50,9 +52,10 @@ def lower(operation, shape, **more) -> None:
     """Lower a kernel for CUDA with nothing but jaxlib."""
     function = kernel(operation, "gpu")
     program = compiled(function, **shape.settings, **more)
-    with jax.sharding.use_abstract_mesh(H200):
-        module = jax.export.export(program, platforms=["cuda"])(taken(function, operation.example(shape)))
-    assert ("triton" if operation in (BLOCK, CODE) else "mosaic_gpu") in module.mlir_module()
+    arguments = taken(function, operation.example(shape))
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        lowered = program.trace(arguments).lower(lowering_platforms=("cuda",))
+    assert ("triton" if operation in (BLOCK, CODE) else "mosaic_gpu") in lowered.as_text()
 
 
 def is_right(operation, shape, got) -> None:

@@ -159,7 +159,9 @@ def test_more_rows_than_fit_are_read_in_parts(monkeypatch):
     together = []
     split = attention.split
     monkeypatch.setattr(
-        attention, "split", lambda every, rows, *lists: together.append(rows) or split(every, rows, *lists)
+        attention,
+        "split",
+        lambda every, rows, *lists, **more: together.append(rows) or split(every, rows, *lists, **more),
     )
     for rows in (4, 2):
         sizes = 2, shape.num_heads, shape.num_blocks, arguments["blocks"].shape[2], rows

@@ -21,6 +21,7 @@ the list, Flash-Decoding (Dao et al. 2023); a producer and a consumer, FlashAtte
 import dataclasses
 import functools
 import operator
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import EIGHT_BITS, require_counts
 from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
+from et_jax.pallas.paged_attention.gpu_sums import combined
+from et_jax.pallas.paged_attention.lists import count_of, lengths_of, most_seen, seen
 from et_jax.softmax import Softmax, finite
 
 COLUMNS = 8  # the columns of a wgmma come in eights
@@ -86,20 +89,23 @@ def columns(group: int) -> int:
 
 
 def paged_attention(
-    q: Float[Array, "r h d"],
+    q: Float[Array, "q h d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
-    blocks: Int[Array, "b k m"],
-    counts: Int[Array, "b k"],
+    blocks: Int[Array, "b k m"] | None,
+    counts: Int[Array, "b k"] | None,
     lengths: Int[Array, " r"],
     *,
     softmax: Softmax,
+    skipped: Int[Array, "b k"] | None = None,
+    turn: Int[Array, ""] | None = None,
+    depth: int = 1,
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
+) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"]]:
     """Return what `api.paged_attention` documents.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
@@ -107,27 +113,34 @@ def paged_attention(
     """
     _, h, d = q.shape
     k, _, s, e = pages.shape
-    m, tiles = blocks.shape[2], s // TILE
+    tiles = s // TILE
     hopper.refuse_unserved(q, pages)
     if h // k > MOST_QUERIES:
         raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}")
     rows = most_together(rows_per_slot, lambda rows: columns(rows * h // k) * d <= MOST_VALUES)
-    page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers)
+    page_table, blocks, counts, skipped, readers = split(
+        rows_per_slot, rows, page_table, blocks, counts, skipped, readers=readers
+    )
+    m = most_seen(page_table.shape[1], s, rows_per_slot, softmax.window) if blocks is None else blocks.shape[2]
     b, group = page_table.shape[0], rows * h // k
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": group, "dtype": pages.dtype}
         config = tuned.settings(heuristic(s, group, e, pages.dtype), "paged_attention/gpu", **facts)
     num_parts = -(-m // config.part)
-    counts = jnp.minimum(counts, m)
-    query = jnp.pad(by_head(q, k, rows), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
+    query = jnp.pad(by_head(q[: b * rows], k, rows), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))
     inputs = {
         "q_ref": query,
         "pages_ref": pages,
         "table_ref": page_table,
-        "blocks_ref": blocks,
-        "counts_ref": counts,
         "lengths_ref": lengths,
     }
+    if blocks is not None and counts is not None:
+        counts = jnp.minimum(counts, m)
+        inputs |= {"blocks_ref": blocks, "counts_ref": counts}
+    if skipped is not None:
+        inputs["skipped_ref"] = skipped
+    if turn is not None:
+        inputs["turn_ref"] = turn.reshape(1)
     sums = {
         "maximum_ref": (columns(group),),
         "total_ref": (columns(group),),
@@ -151,6 +164,7 @@ def paged_attention(
     if readers is not None:
         inputs["readers_ref"] = readers
     settings = {"config": config, "softmax": softmax.without_sinks, "rows": rows, "queries": h // k}
+    settings |= {"rows_per_slot": rows_per_slot, "depth": depth}
 
     def attend_part(*refs: Any, **scratch_refs: Any) -> None:
         _attend_part(
@@ -172,20 +186,31 @@ def paged_attention(
         interpret=interpret,
     )(*inputs.values())
 
-    sinks = softmax.sink_logits
-    # parts past the end of a list were never written
-    used_mask = (jnp.arange(num_parts) * config.part < counts[..., None])[..., None]
-    out = _combine(
-        jnp.where(used_mask, maximum[..., :group], -jnp.inf),
-        jnp.where(used_mask, total[..., :group], 0.0),
-        jnp.where(used_mask[..., None], mixed[..., :group], 0.0),
-        None if sinks is None else jnp.tile(sinks.astype(jnp.float32).reshape(k, -1), (1, rows)) * LOG2_E,
+    counted = partial(count_of, page_size=s, window=softmax.window, rows=rows, rows_per_slot=rows_per_slot)
+    out = combined(
+        maximum,
+        total,
+        mixed,
+        (lengths, counts, skipped),
+        softmax.sink_logits,
+        used=lambda *refs: lax.div(counted(*refs) + (config.part - 1), config.part),
+        rows=rows,
+        queries=h // k,
+        dtype=q.dtype,
+        num_rows=len(q),
+        interpret=interpret is not None,
     )
+    if counts is None:
+        by_slot = jnp.repeat(lengths.reshape(-1, rows_per_slot), rows_per_slot // rows, axis=0)
+        of_rows = [by_slot[:, row, None] for row in range(rows_per_slot)]
+        counts = jnp.broadcast_to(seen(of_rows, s, softmax.window, skipped)[1], (b, k))
     listed_mask = jnp.arange(m) < counts[..., None]
     tile_lse = lse.reshape(b, k, num_parts * config.part, tiles, -1)[:, :, :m, :, :group]
     tile_lse = jnp.where(listed_mask[..., None, None], tile_lse, -jnp.inf)
     block_lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
-    return by_row(out.swapaxes(2, 3), rows).astype(q.dtype), by_row(block_lse.swapaxes(2, 3), rows)
+    block_lse = by_row(block_lse.swapaxes(2, 3), rows)
+    past = [(0, len(q) - len(block_lse)), (0, 0), (0, 0)]
+    return out, jnp.pad(block_lse, past, constant_values=-jnp.inf)
 
 
 def _attend_part(
@@ -194,9 +219,11 @@ def _attend_part(
     q_ref: Any,
     pages_ref: Any,
     table_ref: Any,
-    blocks_ref: Any,
-    counts_ref: Any,
     lengths_ref: Any,
+    blocks_ref: Any = None,  # these two where there are lists
+    counts_ref: Any = None,
+    skipped_ref: Any = None,  # where there are none, and KV heads leave out what is at the beginning
+    turn_ref: Any = None,  # of a pool of several layers
     scales_ref: Any = None,  # of a pool in 8 bits
     readers_ref: Any = None,  # where some rows read more of the list than others
     # outputs, in global memory
@@ -218,6 +245,8 @@ def _attend_part(
     softmax: Softmax,
     rows: int,
     queries: int,
+    rows_per_slot: int,
+    depth: int,
     simulated: bool,
 ) -> None:
     """Attend to one part of one list, for so many rows of so many queries each.
@@ -227,16 +256,27 @@ def _attend_part(
     slot, head, part = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("part")
     warpgroup = lax.axis_index("warpgroup")
     first = part * config.part
-    count = jnp.clip(counts_ref[slot, head] - first, 0, config.part)
     num_columns, d = query_ref.shape
-    page_size = pages_ref.shape[2]
+    num_pages, page_size = pages_ref.shape[1:3]
     tiles = page_size // TILE
+    begin, count = 0, None
+    if blocks_ref is None:
+        of_slot = lengths_of(lengths_ref, slot, rows, rows_per_slot)
+        left_out = None if skipped_ref is None else skipped_ref[slot, head]
+        begin, count = seen(of_slot, page_size, softmax.window, left_out)
+    count = jnp.clip((counts_ref[slot, head] if count is None else count) - first, 0, config.part)
+    base = 0 if turn_ref is None else turn_ref[0] * (num_pages // depth)
+
+    def listed(i: Any) -> Any:
+        """The block of the part's tile i."""
+        entry = first + lax.div(i, tiles)
+        return begin + entry if blocks_ref is None else blocks_ref[slot, head, entry]
 
     @pl.when((warpgroup == PRODUCER) & (count > 0))
     def _():
         def fetch(i, _):
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
-            page = table_ref[slot, blocks_ref[slot, head, first + lax.div(i, tiles)]]
+            page = base + table_ref[slot, listed(i)]
 
             @pl.when(i >= config.stages)
             def _():
@@ -262,8 +302,8 @@ def _attend_part(
         def meet(i, carry):
             maximum, total, mixed = carry
             stage, tile = lax.rem(i, config.stages), lax.rem(i, tiles)
-            end = length - blocks_ref[slot, head, first + lax.div(i, tiles)] * page_size - tile * TILE
-            begin = 0 if softmax.window is None else end - softmax.window
+            end = length - listed(i) * page_size - tile * TILE
+            start = 0 if softmax.window is None else end - softmax.window
             more = i + config.stages < count * tiles  # a tile waits for this one's stage
             plgpu.barrier_wait(tile_arrived.at[stage])
             floats_ref = stages_ref.at[stage]
@@ -278,11 +318,11 @@ def _attend_part(
             if key_scale is not None:
                 logits *= _beside(key_scale, logits.shape)
             logits = softmax.capped(logits)
-            seen = _seen(logits.shape, begin, end, lag)
+            visible = _seen(logits.shape, start, end, lag)
             if readers_ref is not None:
                 readers = lax.broadcast(readers_ref[slot, head, first + lax.div(i, tiles)], logits.shape)
-                seen &= (plgpu.layout_cast(readers, plgpu.Layout.WGMMA) >> row_of) & 1 == 1
-            logits = jnp.where(seen, logits * LOG2_E, -jnp.inf)
+                visible &= (plgpu.layout_cast(readers, plgpu.Layout.WGMMA) >> row_of) & 1 == 1
+            logits = jnp.where(visible, logits * LOG2_E, -jnp.inf)
             tile_maximum = jnp.max(logits, axis=0)
             weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))
             tile_total = jnp.sum(weights, axis=0)
@@ -290,10 +330,10 @@ def _attend_part(
             store(lse_ref.at[slot, head, part, i], lse)
 
             if value_scale is not None:
-                weights = jnp.where(seen, weights * _beside(value_scale, weights.shape), 0.0)  # 0 * NaN is NaN
+                weights = jnp.where(visible, weights * _beside(value_scale, weights.shape), 0.0)  # 0 * NaN is NaN
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             if scales_ref is None:
-                _zero_unseen(values, begin, end, [end - each for each in behind], softmax.window)
+                _zero_unseen(values, start, end, [end - each for each in behind], softmax.window)
             plgpu.commit_smem()  # wgmma must see what was stored
             update = product(values.transpose((1, 0)), weights_ref, simulated)
             if scales_ref is None:
@@ -305,12 +345,12 @@ def _attend_part(
             mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
             return new_maximum, total * decay + tile_total * tile_weight, mixed
 
-        start = (
+        nothing = (
             plgpu.layout_cast(jnp.full((num_columns,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
             plgpu.layout_cast(jnp.zeros((num_columns,), jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
             plgpu.layout_cast(jnp.zeros((d, num_columns), jnp.float32), plgpu.Layout.WGMMA),
         )
-        maximum, total, mixed = lax.fori_loop(0, count * tiles, meet, start)
+        maximum, total, mixed = lax.fori_loop(0, count * tiles, meet, nothing)
         store(maximum_ref.at[slot, head, part], maximum)
         store(total_ref.at[slot, head, part], total)
         store(mixed_ref.at[slot, head, part], mixed)
@@ -355,30 +395,3 @@ def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g
 def _beside(column: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "s x"]:
     """Return the column repeated beside itself."""
     return lax.broadcast_in_dim(column, shape, [0])
-
-
-def _combine(
-    maximum: Float[Array, "b k n g"],
-    total: Float[Array, "b k n g"],
-    mixed: Float[Array, "b k n d g"],
-    sink: Float[Array, "k g"] | None,
-) -> Float[Array, "b k d g"]:
-    """Return attention from its n parts, each relative to its own maximum; logits have base 2."""
-    top = jnp.max(maximum, axis=2)
-    if sink is not None:
-        top = jnp.maximum(top, sink)
-    weight = jnp.exp2(maximum - finite(top)[:, :, None])
-    denominator = _sum_in_pairs(total * weight)
-    if sink is not None:
-        denominator += jnp.exp2(sink - top)
-    denominator = jnp.where(denominator == 0.0, 1.0, denominator)
-    return _sum_in_pairs(mixed * weight[:, :, :, None]) / denominator[:, :, None]
-
-
-def _sum_in_pairs(x: Float[Array, "b k n *rest"]) -> Float[Array, "b k *rest"]:
-    """Return the sum over the parts, neighbour by neighbour: parts of 0 at the end change no bit."""
-    while x.shape[2] > 1:
-        odd = [(0, x.shape[2] % 2 if axis == 2 else 0) for axis in range(x.ndim)]
-        x = jnp.pad(x, odd)
-        x = x[:, :, 0::2] + x[:, :, 1::2]
-    return x[:, :, 0]

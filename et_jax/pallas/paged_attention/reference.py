@@ -22,7 +22,7 @@ def paged_attention(
     kv_scales: Float[Array, "k p 2 s"] | None = None,
 ) -> tuple[Float[Array, "r h d"], Float[Array, "r h m"]]:
     """Return what `api.paged_attention` documents."""
-    page_table, blocks, counts, readers = split(rows_per_slot, 1, page_table, blocks, counts, readers)
+    page_table, blocks, counts, readers = split(rows_per_slot, 1, page_table, blocks, counts, readers=readers)
     b, h, d = q.shape
     k, _, s, _ = pages.shape
     m = blocks.shape[2]

@@ -60,7 +60,7 @@ def paged_attention(
     config, taken = settings(rows)
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
     ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or smaller pages")
-    page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers)
+    page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers=readers)
     b, group = page_table.shape[0], config.group
     x, queries = b * k, rows * h // k
     padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole

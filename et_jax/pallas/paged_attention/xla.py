@@ -111,7 +111,7 @@ def paged_attention(
     _, h, d = q.shape
     k, _, s, _ = pages.shape
     r = rows_per_slot if h > k else 1  # one query alone is multiplied by other instructions than two
-    page_table, blocks, counts, readers = split(rows_per_slot, r, page_table, blocks, counts, readers)
+    page_table, blocks, counts, readers = split(rows_per_slot, r, page_table, blocks, counts, readers=readers)
     b = page_table.shape[0]
     dtype = q.dtype if kv_scales is not None else wider(q.dtype, pages.dtype)
     if config is None:

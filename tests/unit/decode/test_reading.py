@@ -9,6 +9,7 @@ from et_jax.decode.chunk import of_rows
 from et_jax.decode.pruned import NOTHING, Noting, log_shares
 from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.reading import list_blocks, read_all, read_chosen
+from et_jax.decode.reads import LayerReads
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
 from et_jax.sums import log_sum_exp
@@ -32,6 +33,12 @@ def arguments(layer: int):
     return PLANT.model.softmax(layer), queries, cached, jnp.asarray(tables[SLOTS])
 
 
+def chunk_of(table, at=None):
+    lengths = jnp.asarray(LENGTHS)
+    rows = Rows(slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
+    return of_rows(rows, table, lengths, None if at is None else jnp.asarray(at))
+
+
 def close(one, other):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -41,28 +48,27 @@ SKIPPED = jnp.asarray(np.asarray([[2, 0], [1, 9], [0, 1]], np.int32)[SLOTS])  # 
 
 @pytest.mark.parametrize(("layer", "skipped"), [(0, None), (1, None), (1, SKIPPED)], ids=["window", "all", "skipped"])
 def test_rows_of_a_slot_see_every_block_of_their_own(layer, skipped):
-    given = arguments(layer)
-    apart, by_block = read_all(PLANT, *given, jnp.asarray(LENGTHS), None, skipped)
-    together, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), jnp.asarray(AT), skipped)
+    softmax, queries, cached, table = arguments(layer)
+    given = softmax, queries, cached
+    apart, by_block = read_all(PLANT, *given, chunk_of(table), skipped)
+    together, _ = read_all(PLANT, *given, chunk_of(table, AT), skipped)
     close(together, apart)
     assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
     if skipped is not None:
-        whole, every = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+        whole, every = read_all(PLANT, *given, chunk_of(table))
         assert np.abs(whole - apart)[0].max() > 0.1
         close(by_block[0, 0, :4], every[0, 0, 2:6])  # in order from the first that is held
 
 
 def test_the_mass_is_noted_by_block_where_heads_hold_less():
     softmax, queries, cached, table = arguments(1)
-    lengths = jnp.asarray(LENGTHS)
-    rows = Rows(slot=jnp.asarray(SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
-    chunk = of_rows(rows, table, lengths)
+    chunk = chunk_of(table)
     noting = Noting(rows=jnp.asarray([4, 1, 2], jnp.int32), asked=jnp.ones(3, bool))
     reader = AllOfLayer(skipped=SKIPPED, mass=None, noting=noting)
     _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
-    assert read.block_lse is not None
+    assert isinstance(read, LayerReads) and read.block_lse is not None
     share = np.asarray(log_shares(read.block_lse, NARROW.num_kv_heads))
-    _, every = read_all(PLANT, softmax, queries, cached, table, lengths, None)
+    _, every = read_all(PLANT, softmax, queries, cached, chunk)
     for number, row in enumerate((4, 1, 2)):
         held, size = -(-int(LENGTHS[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
         for head in range(NARROW.num_kv_heads):
@@ -86,5 +92,5 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     together = read_chosen(PLANT, *given, *listed, jnp.asarray(AT))
     close(together[0], apart[0])
     close(log_sum_exp(together[1]), log_sum_exp(apart[1]))
-    dense, _ = read_all(PLANT, *given, jnp.asarray(LENGTHS), None)
+    dense, _ = read_all(PLANT, *given[:-1], chunk_of(given[-1]))
     assert np.abs(dense - apart[0]).max() > 0.1  # so it matters which blocks are read
