@@ -25,6 +25,7 @@ from et_jax.decode.work import Work
 from et_jax.models.experts import Experts
 from et_jax.models.model import ModelWeights, arrangement, forward
 from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
+from et_jax.pallas.add_norm import add_norm
 from et_jax.pallas.backend import platform
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -128,7 +129,9 @@ def extend(
 
     begun = Threaded(carried=(state.cache, no_experts(plant, chunk.token.shape[0])))
     tokens, positions = multiplied(chunk.token), multiplied(chunk.positions)
-    logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, reader.kinds(plant))
+    kinds = reader.kinds(plant)
+    fused = add_norm if plant.backend == "gpu" and plant.mesh is None and chunk.token.shape[1] == 1 else None
+    logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, kinds, fused)
     if plant.mesh is not None:
         logits = sharded.whole(plant.mesh, logits)
     cache, took = memory.carried

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.experts import Experts, choose, gate, mixed
-from et_jax.models.layers import feed_forward, linear, rms_norm, rope_angles, rotate
+from et_jax.models.layers import feed_forward, gated, linear, rms_norm, rope_angles, rotate
 from et_jax.models.params import LayerParams, Params, WeightSpec, describe, is_stacked
 from et_jax.models.stacks import Layer, Threaded, entry, stacks_of, through
 from et_jax.softmax import Softmax
@@ -51,6 +51,25 @@ class Mix(Protocol):
     ) -> tuple[Float[Array, "b t w"], Any]: ...
 
 
+@runtime_checkable
+class AddNorm(Protocol):
+    """An addition to the residual stream and the RMS norm after it, in one: the sum, and the sum normed.
+
+    Both are in the dtype of `x`, to which `more` is rounded first. The weight is that of a layer of those stacked.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "n w"],
+        more: Float[Array, "n w"],
+        weights: Float[Array, "l w"],
+        layer: Int[Array, ""],
+        *,
+        eps: float,
+        offset: float,
+    ) -> tuple[Float[Array, "n w"], Float[Array, "n w"]]: ...
+
+
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
     """Return random weights drawn as `describe` says."""
     specs, treedef = jax.tree.flatten(describe(config))
@@ -72,20 +91,29 @@ def forward(
     memory: Memory,
     mix: Mix | None = None,
     alike: Sequence[Hashable] | None = None,
+    add_norm: AddNorm | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
     Experts are mixed as trained unless `mix` does it. `alike` says, by a value for every layer, which ones `attend` and
     `mix` serve by one program; they are given the `stacks.Layer` then, and a `stacks.Threaded` memory, to whose `told`
     every layer adds one entry. Of these, layers in one stack are run by a scan. None is that every layer is by itself.
+    `add_norm`, where it is given, serves plain layers in stacks: what a layer adds to the residual stream last is
+    carried beside it then, and added by the next.
 
     Under jit, logits the caller ignores are never computed.
     """
     stacks = stacks_of(config, is_stacked(params, config))
     angles, x = angles_of_layers(config, positions), embed(params, config, tokens)
 
-    def run(layer: Layer, carried: tuple[Array, Any]) -> tuple[tuple[Array, Any], Any]:
+    def run(layer: Layer, carried: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
         (x, before), weights = carried, params.layers[layer.place]
+        if beside is not None:
+            with jax.named_scope(f"layer_{layer.like}"):
+                held = Threaded(carried=before)
+                x, held = _plain_block(weights, config, layer, x, angles[layer.like], attend, held, beside)
+            [told] = held.told
+            return (x, held.carried), told
         if layer.turn is not None:
             weights = of_turn(weights, layer.turn)
         with jax.named_scope(f"layer_{layer.like}"):
@@ -97,7 +125,14 @@ def forward(
         return (x, held.carried), told
 
     before: Any = memory
-    (x, carried), told = through(stacks, alike, run, (x, before if alike is None else before.carried))
+    beside = None
+    if add_norm is not None and alike is not None and all(stack.depth > 1 for stack in stacks):
+        beside = add_norm if all(_is_plain(layer, config) for layer in params.layers) else None
+    begun: Any = x if beside is None else (x, jnp.zeros(x.shape, jnp.float32))
+    (x, carried), told = through(stacks, alike, run, (begun, before if alike is None else before.carried))
+    if beside is not None:
+        x, more = x
+        x = x + more.astype(x.dtype)
     after = carried if alike is None else Threaded(carried=carried, told=told)
     return logits(params, config, x), cast(Memory, after)
 
@@ -152,6 +187,45 @@ def block(
     return x + y, memory
 
 
+def _is_plain(layer: LayerParams, config: ModelConfig) -> bool:
+    """Whether all that a layer does to the residual stream is two additions, each followed by a norm."""
+    out = layer.attention_out_norm, layer.ffn_out_norm, layer.o_bias, layer.experts
+    there = layer.attention_norm, layer.ffn_norm
+    return all(x is None for x in out) and all(x is not None for x in there) and config.residual_scale == 1
+
+
+def _plain_block(
+    stacked: LayerParams,
+    config: ModelConfig,
+    index: Layer,
+    carried: tuple[Float[Array, "b t w"], Float[Array, "b t w"]],
+    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    attend: Attend,
+    memory: Threaded,
+    add_norm: AddNorm,
+) -> tuple[tuple[Float[Array, "b t w"], Float[Array, "b t w"]], Threaded]:
+    """What `block` does, of a layer of a stack: the residual stream with what is still to be added to it, float32."""
+    assert index.turn is not None
+    turn, (x, more) = jnp.asarray(index.turn, jnp.int32), carried
+    layer = of_turn(stacked, turn)
+    assert stacked.attention_norm is not None and stacked.ffn_norm is not None
+    assert layer.gate is not None and layer.up is not None and layer.down is not None
+
+    def added(x: Array, more: Array, weights: Array) -> tuple[Array, Array]:
+        rows = (-1, x.shape[-1])
+        settings = {"eps": config.norm_eps, "offset": config.norm_offset}
+        found, normed = add_norm(x.reshape(rows), more.reshape(rows), weights, turn, **settings)
+        return found.reshape(x.shape), normed.reshape(x.shape)
+
+    x, y = added(x, more, stacked.attention_norm)
+    q, k, v = _projected(layer, config, y, angles)
+    with jax.named_scope("attend"):
+        out, memory = attend(index, q, k, v, memory, replace(config.softmax(index.like), sink_logits=layer.sinks))
+    x, y = added(x, layer.o.matmul(out.reshape(*out.shape[:2], -1)), stacked.ffn_norm)
+    y = gated(linear(y, layer.gate), linear(y, layer.up), y.dtype, config.activation)
+    return (x, layer.down.matmul(y)), memory
+
+
 def mix_as_trained(config: ExpertConfig, experts: Experts, x: Float[Array, "b t w"]) -> Float[Array, "b t w"]:
     """Return what a layer's experts make of tokens, by products that can be differentiated."""
     flat = x.reshape(-1, x.shape[-1])
@@ -165,7 +239,17 @@ def _before_attention(
     x: Float[Array, "b t w"],
     angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-    c, y = config, _normed(x, layer.attention_norm, config)
+    return _projected(layer, config, _normed(x, layer.attention_norm, config), angles)
+
+
+def _projected(
+    layer: LayerParams,
+    config: ModelConfig,
+    y: Float[Array, "b t w"],
+    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
+    """The queries, keys and values of what is normed."""
+    c = config
 
     def heads(x: Float[Array, "b t y"]) -> Float[Array, "b t x d"]:
         return x.reshape(*x.shape[:2], -1, c.head_dim)

@@ -1,6 +1,7 @@
 """Kernels: one folder each, with api, reference, xla, gpu and tpu.
 
 paged_attention, paged_prefill, block_scores
+add_norm                       reference and gpu alone: elsewhere XLA makes one kernel of it
 backend, tuned                 which one serves a device, and settings measured on it
 checks, workspace              what all share: arguments checked, bytes set aside
 folding                        rows of one slot whose queries stand in one group
