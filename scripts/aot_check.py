@@ -6,10 +6,12 @@ written in place (donated in, aliased out), and when its temporaries could not h
 kernel when it compiles, which it does not if the chip's scalar and vector memory are too small, and when its
 temporaries are under a hundredth of the pool, of a decode step on Hopper under five. In neither may the compiled text
 copy, transpose or convert an array that has an entry for each page: a copy may also hide in the place of an output.
-`ALLOWED` names the exceptions.
-A program that has passed is not compiled again while its lowered text, what is asked of it, the compilers and this file
-are the same: its line of the report is kept in `~/.cache/et_jax/tests/chips`. ET_JAX_TEST_CACHE names another folder
-than `~/.cache/et_jax/tests`; `off` compiles everything.
+`ALLOWED` names the exceptions. On an H200 the kernels that a layer of `decode` launches are counted (`aot.launches`):
+no more than `aot.chips.KERNELS` records, and none of them a loop or a conditional.
+A program that has passed is not compiled again while its lowered text, what is asked of it, the compilers and the files
+that judge it are the same: its line of the report is kept in `~/.cache/et_jax/tests/chips`, with its launches, which
+are judged anew by the numbers that are recorded now. ET_JAX_TEST_CACHE names another folder than
+`~/.cache/et_jax/tests`; `off` compiles everything.
 Where a model is split over a slice of chips, sizes are those of one chip, which must have the memory; what its chips
 tell each other is counted as it stands in the text, once for all layers of a loop, and must be what is recorded.
 """
@@ -19,6 +21,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import math
 import multiprocessing
 import os
@@ -30,8 +33,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from aot import launches as launching
 from aot.decoders import decoder_programs
 from aot.kernels import kernel_programs
+from aot.launches import Launches, launches
 from aot.notebooks import notebook_programs
 from aot.programs import Lowering, Program
 from aot.slices import slice_programs
@@ -101,20 +106,41 @@ def check_numbered(number: int) -> tuple[str, bool]:
 
 
 def check(program: Program) -> tuple[str, bool]:
-    """Compile a program, unless it has passed as it is. Return its line of the report, and whether it passed."""
+    """Compile a program, unless it has passed as it is. Return its line of the report, and whether it passed.
+
+    Launches are no part of what has passed: they are judged here in either case.
+    """
     began = time.perf_counter()
+    heading = f"{program.chip:8} {program.name:{NAME_WIDTH}}"
     try:
         lowering = program.build()
         lowered = lowering.lower()
         passed = passed_file(program, lowering, lowered.as_text())
         if passed is not None and passed.exists():
-            return f"{passed.read_text(encoding='utf-8')} (passed before)", True
-        compiled = lowered.compile()
-        memory = compiled.memory_analysis()
-        text = compiled.as_text()
+            sizes, told, launched, before = *read_passed(passed), "(passed before)"
+            faults = []
+        else:
+            compiled = lowered.compile()
+            text = compiled.as_text()
+            sizes, faults = judged(lowering, compiled.memory_analysis(), text)
+            told, launched, before = collectives(text), launches(text), ""
+            sizes += f" {time.perf_counter() - began:6.1f}"
+            if passed is not None and not faults:
+                write_passed(passed, sizes, told, launched)
     except Exception as error:  # each compiler has its own; the report is where they belong
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        return f"{program.chip:8} {program.name:{NAME_WIDTH}} FAILED {type(error).__name__}: {reason[:400]}", False
+        return f"{heading} FAILED {type(error).__name__}: {reason[:400]}", False
+    counted = None
+    if lowering.kernels is not None:
+        counted = "no loop over layers" if launched is None else launched.told()
+        faults += ["no loop over layers is found"] if launched is None else launched.faults(lowering.kernels)
+    verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
+    said = "; ".join(filter(None, (lowering.on_chip, told, counted)))
+    return " ".join(filter(None, (f"{heading} {sizes} ", verdict, said, before))), not faults
+
+
+def judged(lowering: Lowering, memory: Any, text: str) -> tuple[str, list[str]]:
+    """Return the sizes of a compiled program for the report, and its faults, launches aside."""
     faults = []
     if memory.temp_size_in_bytes >= lowering.temporary_bound:
         faults.append(f"temporaries reach {lowering.temporary_bound / 1e6:.1f} MB: a hidden copy of pages")
@@ -124,8 +150,7 @@ def check(program: Program) -> tuple[str, bool]:
     if held + memory.temp_size_in_bytes > lowering.memory:
         faults.append(f"a chip has no more than {lowering.memory / 1e9:.0f} GB")
     faults += whole_copies(text, lowering.pool)
-    said = collectives(text)
-    if said != lowering.collectives:
+    if (said := collectives(text)) != lowering.collectives:
         faults.append(f"chips tell each other {said or 'nothing'}, not {lowering.collectives or 'nothing'}")
     sizes = (
         memory.temp_size_in_bytes,
@@ -133,17 +158,21 @@ def check(program: Program) -> tuple[str, bool]:
         memory.argument_size_in_bytes,
         memory.alias_size_in_bytes,
     )
-    cells = " ".join(f"{size / 1e6:10.1f}" for size in sizes)
-    verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
-    seconds = f"{time.perf_counter() - began:6.1f}"
-    told = "; ".join(filter(None, (lowering.on_chip, said)))
-    line = f"{program.chip:8} {program.name:{NAME_WIDTH}} {cells} {seconds}  {verdict} {told}"
-    line = line.rstrip()
-    if passed is not None and not faults:
-        written = passed.with_suffix(f".{os.getpid()}")
-        written.write_text(line, encoding="utf-8")
-        written.replace(passed)
-    return line, not faults
+    return " ".join(f"{size / 1e6:10.1f}" for size in sizes), faults
+
+
+def write_passed(path: Path, sizes: str, told: str, launched: Launches | None) -> None:
+    """Keep what was found of a program that has passed."""
+    counts = None if launched is None else dataclasses.asdict(launched)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps({"sizes": sizes, "told": told, "launches": counts}), encoding="utf-8")
+    written.replace(path)
+
+
+def read_passed(path: Path) -> tuple[str, str, Launches | None]:
+    """Return what `write_passed` kept."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["sizes"], found["told"], None if found["launches"] is None else Launches(**found["launches"])
 
 
 def passed_file(program: Program, lowering: Lowering, text: str) -> Path | None:
@@ -151,10 +180,11 @@ def passed_file(program: Program, lowering: Lowering, text: str) -> Path | None:
     if (chosen := os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests") == "off":
         return None
     asked = {field.name: str(getattr(lowering, field.name)) for field in dataclasses.fields(lowering)}
-    del asked["lower"]
+    del asked["lower"], asked["kernels"]
     compilers = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
     flags = [re.sub(r"--xla_gpu_cuda_data_dir=\S+", "", os.environ.get(name, "")) for name in FLAGS]
-    parts = program.chip, program.name, asked, text, compilers, flags, Path(__file__).read_text(encoding="utf-8")
+    judges = [Path(one).read_text(encoding="utf-8") for one in (__file__, launching.__file__)]
+    parts = program.chip, program.name, asked, text, compilers, flags, judges
     folder = Path(chosen).expanduser() / "chips"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / hashlib.blake2b(repr(parts).encode(), digest_size=24).hexdigest()

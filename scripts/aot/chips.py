@@ -190,6 +190,14 @@ _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("drafts", (V6E, HOPPER), OF_TWO | {"drafts": 4}),
     ("turns", (V6E, V5E), OF_TWO | {"control": "ead_guarded"}),
 )
+# Kernels that a layer of `decode` launches at most on an H200, in the loop over layers (`aot.launches`), by the names
+# above. Lower them as launches go; `aot_check.py` prints what it counts.
+KERNELS = {
+    "small": 0,
+    "llama3_8b, 2 layers": 0,
+    "llama3_8b, 32 layers": 30,
+    "adaptive": 48,
+}
 DECODINGS = tuple(Decoding(name=name, seldom=seldom, **settings) for name, seldom, settings in _ROWS)
 _EIGHT_HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 _EVERY = ("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse")

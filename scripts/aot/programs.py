@@ -20,6 +20,7 @@ class Lowering:
     on_chip: what it takes of the chip's own memories, by the kernel's count, or what the chip holds of a model that is
         split. memory: bytes that the chip has, for arguments, outputs and temporaries.
     collectives: how often each way of chips to tell each other something is to stand in its text, as it is reported.
+    kernels: that a layer may launch in the loop over layers (`aot.launches`); None where launches are not counted.
     """
 
     lower: Callable[[], Any]
@@ -30,6 +31,7 @@ class Lowering:
     on_chip: str = ""
     memory: float = math.inf
     collectives: str = ""
+    kernels: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
