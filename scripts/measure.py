@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from et_jax.errors import UsageError
+from scripts.chip import report
 from scripts.measuring import tables
 from scripts.measuring.experiment import Experiment, add_flags, load_experiment, names, settings_of
 from scripts.measuring.results import REPOSITORY
@@ -47,12 +48,14 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 
 def write_tables() -> None:
-    """Write the table of every experiment that has results and a document."""
+    """Write the table of every experiment that has results and a document, and that of `scripts.bench_chip`."""
     for name in names():
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
         if experiment.document is not None and (runs := runs_of(path)):
             tables.insert(tables.DOCS / experiment.document, name, tables.part(name, experiment, runs))
             print(f"{name}: docs/{experiment.document}")
+    if report.write():
+        print("bench_chip: docs/kernels.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from scripts.measuring.results import REPOSITORY, machine
 from scripts.measuring.tables import summary
 from scripts.measuring.timing import in_turns
 
-MEASURED_BY = ("et_jax", "scripts/measuring", "scripts/experiments")  # what figures depend on
+MEASURED_BY = ("et_jax", "scripts/measuring", "scripts/experiments", "scripts/chip")  # what figures depend on
 
 
 def commit() -> str:

@@ -21,6 +21,8 @@ from et_jax.serve import chunks
 from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
+PAGES_DRAWN = 512  # at once
+
 
 def whole_context(model: ModelConfig, batch: int, cache_dtype: Any, **settings: Any) -> DecoderConfig:
     """Return a decoder of `batch` slots, all in every step and each as long as the model's context."""
@@ -66,24 +68,37 @@ def with_random_pages(config: DecoderConfig, state: DecodeState, outstanding: fl
     """Return the state with keys and values drawn at random in every page, with summaries and codes.
 
     A share `outstanding` of the keys is `longer` times as long as the others, so that few blocks have most of the mass.
+    Pages are drawn a part at a time, where they lie: a pool may fill most of a device's memory.
     """
     d, [plant] = config.model.head_dim, state.plants
 
-    @partial(jax.jit, donate_argnums=0)
-    def drawn(layer: LayerCache, key: Array) -> LayerCache:
-        of_pages, of_length = jax.random.split(key)
-        pages = jax.random.normal(of_pages, layer.pages.shape, layer.pages.dtype)
+    def drawn(page_key: Array, like: LayerCache) -> LayerCache:
+        of_pages, of_length = jax.random.split(page_key)
+        pages = jax.random.normal(of_pages, like.pages.shape, like.pages.dtype)
         length = jnp.where(jax.random.uniform(of_length, (*pages.shape[:-1], 1)) < outstanding, longer, 1.0)
-        layer = replace(layer, pages=pages.at[..., :d].multiply(length.astype(pages.dtype)))
-        if layer.summary is None:
-            return layer
+        part = replace(like, pages=pages.at[..., :d].multiply(length.astype(pages.dtype)))
+        if like.summary is None:
+            return part
         num_tokens = jnp.full(pages.shape[1], config.page_size, jnp.int32)
-        summary = kv.summarise(layer.pages, num_tokens, d)
-        layer = replace(layer, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, layer.summary))
-        if layer.key_codes is None:
-            return layer
-        return replace(layer, key_codes=kv.encode(layer.pages[..., :d], summary.key_box))
+        summary = kv.summarise(part.pages, num_tokens, d)
+        part = replace(part, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, like.summary))
+        if like.key_codes is None:
+            return part
+        return replace(part, key_codes=kv.encode(part.pages[..., :d], summary.key_box))
+
+    @partial(jax.jit, donate_argnums=0)
+    def filled_layer(layer: LayerCache, key: Array) -> LayerCache:
+        count = layer.pages.shape[1]
+        size = min(count, PAGES_DRAWN)
+
+        def fill(number: Array, layer: LayerCache) -> LayerCache:
+            first = jnp.minimum(number * size, count - size)  # the last part overlaps the one before it
+            part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, first, size, axis=1), layer)
+            part = drawn(jax.random.fold_in(key, number), part)
+            return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, first, axis=1), layer, part)
+
+        return jax.lax.fori_loop(0, -(-count // size), fill, layer)
 
     keys = jax.random.split(jax.random.key(0), len(plant.cache.layers))
-    layers = tuple(drawn(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))
+    layers = tuple(filled_layer(layer, key) for layer, key in zip(plant.cache.layers, keys, strict=True))
     return replace(state, plants=(replace(plant, cache=replace(plant.cache, layers=layers)),))

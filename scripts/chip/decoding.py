@@ -1,0 +1,178 @@
+"""Steps of `decode` after caches of random tokens, for the cases of one size: weights are drawn once.
+
+Of the keys one in 256 is 24 times as long as the others, so that few blocks have most of the mass. A random model is
+never certain, so a preset that chooses by a tolerance is given a constant one: the tolerance is searched for by which
+6 to 10% of the blocks are read, on the chip itself, for it depends on the shape and on the preset's laws.
+"""
+
+import dataclasses
+import gc
+import glob
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from et_jax.control.draft import FixedLength
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.decoder import decoder
+from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.state import DecodeState
+from et_jax.models.calibration import Calibration
+from et_jax.models.params import Params, in_stacks
+from et_jax.models.stacks import stacked_on
+from et_jax.models.transformer import initialise
+from et_jax.types import Table, replace
+from scripts.chip.cases import CHOOSING, PAGE_SIZE, QUEST, ROOM, SELF, Case, Settings
+from scripts.experiments.steps import TOLERANCES, controller
+from scripts.measuring.shapes import SHAPES
+from scripts.measuring.states import filled, whole_context, with_random_pages
+from scripts.measuring.timing import seconds
+
+OUTSTANDING, LONGER = 1 / 256, 24.0
+LEAST, MOST = 0.06, 0.10  # of the blocks read
+TRIES, TRIED = 6, 3  # tolerances; steps under each, of which the last is looked at
+COMPILERS = 4  # at once
+Ran = tuple[DecodeState, Any, Any]
+
+
+def configuration(case: Case, settings: Settings) -> DecoderConfig:
+    """Return the decoder of a case, with room for the tokens that it will write."""
+    drafted = 0 if case.control != SELF else settings.drafted
+    room = -(-ROOM * (1 + drafted) // PAGE_SIZE) * PAGE_SIZE
+    positions = -(-case.tokens // PAGE_SIZE) * PAGE_SIZE + room
+    model = dataclasses.replace(SHAPES[case.shape], max_positions=positions)
+    heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
+    slots = max(2, case.rows)
+    config = whole_context(
+        model,
+        slots,
+        "bfloat16",
+        max_steps=settings.steps,
+        calibration=Calibration(sensitivity=Table(heads)),
+        stacked=stacked_on(jax.default_backend()),
+        controller=controller("off" if case.control == SELF else case.control, QUEST),
+    )
+    draft = Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None
+    in_pages = {"page_size": PAGE_SIZE, "prefill_batch": PAGE_SIZE, "chunk": PAGE_SIZE}
+    return dataclasses.replace(config, **in_pages, num_pages=slots * positions // PAGE_SIZE + 1, draft=draft)
+
+
+def weights_of(config: DecoderConfig, seed: int) -> Params:
+    """Return random weights as the decoder has them."""
+    weights = initialise(config.model, jax.random.key(seed), jnp.bfloat16)
+    if config.stacked:
+        weights = in_stacks(weights, config.model, lambda *each: jnp.stack(each)) or weights
+    return jax.block_until_ready(weights)
+
+
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
+    """Yield what is found of each case, in order, or what went wrong.
+
+    All programs are compiled before the first is timed, several at once: a compiler tries products on the chip.
+    """
+    configs = [configuration(case, settings) for case in cases]
+    weights = (weights_of(configs[0], settings.seed),)
+    gc.collect()
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        programs = [pool.submit(compiled, config, weights) for config in configs]
+    for case, config, program in zip(cases, configs, programs, strict=True):
+        try:
+            took, run = program.result()
+            found = one(case, config, settings, partial(run, weights))
+            yield found | {"seconds_compiling": round(took, 2)}
+        except Exception as error:  # of memory, or of a kernel: the row says so, and what follows goes on
+            yield error
+        gc.collect()
+
+
+def compiled(config: DecoderConfig, weights: Any) -> tuple[float, Callable[..., Ran]]:
+    """Return the program that decodes, and the seconds it took to trace and compile."""
+    began = time.perf_counter()
+    state = jax.eval_shape(partial(filled, config, 1, 0.0))
+    made = decoder(config).decode.lower(weights, state, jnp.int32(1)).compile()
+    return time.perf_counter() - began, made
+
+
+def one(case: Case, config: DecoderConfig, settings: Settings, run: Callable[..., Ran]) -> dict[str, Any]:
+    """Return the figures of a case: the milliseconds of a step in each round, and what it read."""
+    state = with_random_pages(config, filled(config, case.tokens, 0.0), OUTSTANDING, LONGER)
+    held: list[Any] = [replace(state, active=jnp.arange(config.num_slots) < case.rows), None, 0]
+    del state
+
+    def steps(count: int) -> Any:
+        held[:] = run(held[0], jnp.int32(count))
+        return held[2]
+
+    def share(first: int) -> float:
+        """Of the blocks, what was read by the steps from the first on."""
+        ran, signals = int(held[2]), held[1].signals
+        read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.pages_held))
+        return read / max(1.0, pages) / (config.model.num_layers * config.model.num_kv_heads)
+
+    def share_at(tolerance: float) -> float:
+        control = held[0].control
+        control = replace(control, tolerance=jnp.full_like(control.tolerance, tolerance))
+        held[0] = replace(held[0], control=control)
+        steps(TRIED)
+        return share(TRIED - 1)
+
+    jax.block_until_ready(steps(1))
+    found: dict[str, Any] = {}
+    if case.control in CHOOSING:
+        found["tolerance"] = tolerance_for(share_at, TOLERANCES[case.control])
+        share_at(found["tolerance"])
+    rounds = []
+    for _ in range(settings.rounds):
+        took = seconds(lambda: (steps(settings.steps), held[0]))
+        rounds.append(1e3 * took / int(held[2]))
+    found |= {"milliseconds": statistics.median(rounds), "rounds": rounds, "share_read": share(0)}
+    if case.control == SELF:
+        found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
+    if settings.profile:
+        found["kernels"] = kernels(lambda count: jax.block_until_ready((steps(count), held[0])))
+    return found
+
+
+def tolerance_for(share_at: Callable[[float], float], start: float) -> float:
+    """Return a tolerance by which a share of `LEAST` to `MOST` is read, or the nearest of those that were tried.
+
+    The share falls as the tolerance rises. Beginning with one, each is eight times the last one or an eighth of it,
+    until the share has been passed; then the mean of logarithms between the two nearest.
+    """
+    low = high = None  # the greatest tolerance that reads too much, the least that reads too little
+    tolerance, tried = start, {}
+    for _ in range(TRIES):
+        share = tried[tolerance] = share_at(tolerance)
+        if LEAST <= share <= MOST:
+            return tolerance
+        low, high = (tolerance, high) if share > MOST else (low, tolerance)
+        if low is None or high is None:
+            tolerance = tolerance * 8 if high is None else tolerance / 8
+        else:
+            tolerance = (low * high) ** 0.5
+    return min(tried, key=lambda one: abs(tried[one] - (LEAST + MOST) / 2))
+
+
+def kernels(run: Callable[[int], Any]) -> float | None:
+    """Return how many kernels and copies the chip runs in a step, None where the profile has no GPU.
+
+    What a call begins and ends with is left out, as the difference of a call of five steps and of one.
+    """
+    counts = []
+    for steps in (1, 5):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                run(steps)
+            [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+            planes = jax.profiler.ProfileData.from_file(path).planes
+            lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines]
+            counts.append(sum(1 for line in lines if "Stream" in line.name for _ in line.events))
+    return (counts[1] - counts[0]) / 4 if counts[0] else None

@@ -1,0 +1,88 @@
+"""What a step would take on an H200 by the bytes it moves and the kernels it launches: modelled, and not measured.
+
+    milliseconds = bytes / 4.2 TB/s + launches x 2.5 us
+
+Bytes are those of `et_jax.decode.cost`: weights once, the blocks that are read, the summaries that choose them. A copy
+within an H200's memory moves 4.2 TB/s. Launches are those of `aot.chips.KERNELS`, which `aot_check.py` counts in
+compiled programs, for every layer, and those of a step outside its layers. 2.5 us is about what a launch takes in a
+loop of XLA whose kernels are short. Where kernels are long, launches hide behind them, and a step takes less.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from et_jax.decode import cost
+from et_jax.decode.plant import costs
+from et_jax.decode.state import empty
+from et_jax.decode.work import Work
+from et_jax.models.params import abstract
+from scripts.aot.chips import KERNELS
+from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, size
+from scripts.chip.decoding import LEAST, MOST, configuration
+from scripts.measuring.results import table
+
+BYTES_A_SECOND = 4.2e12
+SECONDS_A_LAUNCH = 2.5e-6
+OUTSIDE = 150  # launches of a step outside the loop over layers: 87 in its own loop, and sums over layers beside
+PROGRAMS = {
+    "off": "llama3_8b, 32 layers",
+    "paper": "last masses",
+    "certified": "compressed",
+    "adaptive": "adaptive",
+}  # whose layers launch as many as those of a control
+
+
+def moved(case: Case, share: float) -> float:
+    """Return the bytes that a step of `decode` moves, where it reads such a share of the blocks."""
+    config = configuration(case, Settings())
+    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
+    state = jax.eval_shape(partial(empty, config))
+    [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
+    blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
+    scored = blocks if model.summary else 0
+    price = cost.price(model, Work(tokens=case.rows, passes=1, blocks=share * blocks, summaries=scored, attended=0.0))
+    return float(price.shared + price.own)
+
+
+def share_of(case: Case) -> float:
+    """Return the share of the blocks that a case is to read."""
+    if case.control in CHOOSING:
+        return (LEAST + MOST) / 2
+    return QUEST if case.control == "quest" else 1.0
+
+
+def launched(case: Case, layers: int) -> int | None:
+    """Return the kernels of a step, None where those of a layer are not counted under its control."""
+    program = PROGRAMS.get(case.control)
+    return None if program is None else layers * KERNELS[program] + OUTSIDE
+
+
+def milliseconds(num_bytes: float, launches: int) -> float:
+    """Return the modelled time of a step."""
+    return 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
+
+
+def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
+    """Return the bytes, the launches and the modelled milliseconds of a case; None where it has no model."""
+    if case.engine != "decode":
+        return None
+    launches = launched(case, configuration(case, Settings()).model.num_layers)
+    if launches is None:
+        return None
+    num_bytes = moved(case, share_of(case) if share is None else share)
+    return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds(num_bytes, launches)}
+
+
+def shown(cases: list[Case]) -> str:
+    """Return the table of modelled steps."""
+    header = ["shape", "sequences x tokens", "control", "read", "GB", "ms of bytes", "launches", "ms, modelled"]
+    rows = []
+    for case in cases:
+        if (found := modelled(case)) is not None:
+            of_bytes = 1e3 * found["bytes"] / BYTES_A_SECOND
+            place = [case.shape, f"{case.rows} x {size(case.tokens)}", case.control, share_of(case)]
+            rows.append([*place, found["bytes"] / 1e9, of_bytes, found["launches"], found["milliseconds"]])
+    return table(header, rows)

@@ -1,0 +1,101 @@
+"""A plain step of the same shapes in torch, captured as one CUDA graph: no engine, what anybody can have."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from et_jax.models.config import ModelConfig
+from scripts.chip.cases import Case, Settings
+from scripts.measuring.shapes import SHAPES
+
+DEVIATION = 0.02  # of random weights
+
+
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
+    """Yield what is found of each case, in order, or what went wrong. All cases are of one shape."""
+    import torch
+
+    shape = SHAPES[cases[0].shape]
+    with torch.no_grad():
+        torch.manual_seed(settings.seed)
+        weights = weights_of(torch, shape)
+        for case in cases:
+            try:
+                rounds = timed(torch, step_of(torch, shape, weights, case), settings)
+                yield {"milliseconds": statistics.median(rounds), "rounds": rounds}
+            except Exception as error:  # the row says so, and what follows goes on
+                yield error
+            torch.cuda.empty_cache()
+
+
+def weights_of(torch: Any, shape: ModelConfig) -> dict[str, Any]:
+    """Return random weights of a shape: what is multiplied by a layer at once lies in one matrix."""
+    e, i, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    heads, kv = shape.num_heads, shape.num_kv_heads
+
+    def drawn(*size: int) -> Any:
+        return torch.randn(size, dtype=torch.bfloat16, device="cuda") * DEVIATION
+
+    layers = [
+        {
+            "qkv": drawn((heads + 2 * kv) * d, e),
+            "o": drawn(e, heads * d),
+            "gate_up": drawn(2 * i, e),
+            "down": drawn(e, i),
+        }
+        for _ in range(shape.num_layers)
+    ]
+    norm = torch.ones(e, dtype=torch.bfloat16, device="cuda")
+    return {"layers": layers, "head": drawn(shape.vocab_size, e), "norm": norm}
+
+
+def step_of(torch: Any, shape: ModelConfig, weights: dict[str, Any], case: Case) -> Callable[[], Any]:
+    """Return a step of a case: greedy, without rotation, over contiguous keys and values, the last of them written."""
+    import torch.nn.functional as nn  # type: ignore[import-not-found]
+
+    e, d, heads, kv, rows = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads, case.rows
+
+    def cache() -> list[Any]:
+        size = (rows, kv, case.tokens, d)
+        return [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in weights["layers"]]
+
+    keys, values, norm = cache(), cache(), weights["norm"]
+    begun = torch.randn(rows, e, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Any:
+        x = begun
+        for layer, key, value in zip(weights["layers"], keys, values, strict=True):
+            qkv = nn.linear(nn.rms_norm(x, (e,), norm), layer["qkv"])
+            q, k, v = (one.unflatten(1, (-1, 1, d)) for one in qkv.split([heads * d, kv * d, kv * d], dim=1))
+            key[:, :, -1:], value[:, :, -1:] = k, v
+            attended = nn.scaled_dot_product_attention(q, key, value, enable_gqa=True)
+            x = x + nn.linear(attended.reshape(rows, heads * d), layer["o"])
+            gate, up = nn.linear(nn.rms_norm(x, (e,), norm), layer["gate_up"]).chunk(2, dim=1)
+            x = x + nn.linear(nn.silu(gate) * up, layer["down"])
+        return nn.linear(nn.rms_norm(x, (e,), norm), weights["head"]).argmax(-1)
+
+    return step
+
+
+def timed(torch: Any, step: Callable[[], Any], settings: Settings) -> list[float]:
+    """Return the milliseconds of a step in every round, each of as many replays of its graph as there are steps."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    rounds = []
+    for number in range(settings.rounds + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(settings.steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        if number:  # the first is a warm-up
+            rounds.append(1e3 * (time.perf_counter() - began) / settings.steps)
+    return rounds
