@@ -7,7 +7,7 @@ kernel when it compiles, which it does not if the chip's scalar and vector memor
 temporaries are under a hundredth of the pool, of a decode step on Hopper under five. In neither may the compiled text
 copy, transpose or convert an array that has an entry for each page: a copy may also hide in the place of an output.
 `ALLOWED` names the exceptions. On an H200 the kernels that a layer of `decode` launches are counted (`aot.launches`):
-no more than `aot.chips.KERNELS` records, and none of them a loop or a conditional.
+no more than `aot.chips.KERNELS` records, and no loops or conditionals among them but those of `aot.chips.CONTROL`.
 A program that has passed is not compiled again while its lowered text, what is asked of it, the compilers and the files
 that judge it are the same: its line of the report is kept in `~/.cache/et_jax/tests/chips`, with its launches, which
 are judged anew by the numbers that are recorded now. ET_JAX_TEST_CACHE names another folder than
@@ -133,7 +133,11 @@ def check(program: Program) -> tuple[str, bool]:
     counted = None
     if lowering.kernels is not None:
         counted = "no loop over layers" if launched is None else launched.told()
-        faults += ["no loop over layers is found"] if launched is None else launched.faults(lowering.kernels)
+        faults += (
+            ["no loop over layers is found"]
+            if launched is None
+            else launched.faults(lowering.kernels, lowering.control)
+        )
     verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
     said = "; ".join(filter(None, (lowering.on_chip, told, counted)))
     return " ".join(filter(None, (f"{heading} {sizes} ", verdict, said, before))), not faults
@@ -180,7 +184,8 @@ def passed_file(program: Program, lowering: Lowering, text: str) -> Path | None:
     if (chosen := os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests") == "off":
         return None
     asked = {field.name: str(getattr(lowering, field.name)) for field in dataclasses.fields(lowering)}
-    del asked["lower"], asked["kernels"]
+    for name in ("lower", "kernels", "control"):
+        del asked[name]
     compilers = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
     flags = [re.sub(r"--xla_gpu_cuda_data_dir=\S+", "", os.environ.get(name, "")) for name in FLAGS]
     judges = [Path(one).read_text(encoding="utf-8") for one in (__file__, launching.__file__)]

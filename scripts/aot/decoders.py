@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from aot.chips import CHIPS, DECODINGS, HOPPER, KERNELS, Chip, Decoding
+from aot.chips import CHIPS, CONTROL, DECODINGS, HOPPER, KERNELS, Chip, Decoding
 from aot.programs import Lowering, Program, by_path, device_of, lower_for, on_device, traced_for
 from jax.sharding import Mesh
 
@@ -62,8 +62,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     lowering = function_program(function, config, weights_on(weights, device), device)
     counted = chip.name == HOPPER and function == "decode"
     with traced_for(device):
-        kernels = KERNELS.get(decoding.name, 0) if counted else None
-        return dataclasses.replace(lowering, on_chip=served(config, backend), kernels=kernels)
+        counts = {"kernels": KERNELS.get(decoding.name, 0), "control": CONTROL.get(decoding.name, 0)} if counted else {}
+        return dataclasses.replace(lowering, on_chip=served(config, backend), **counts)
 
 
 def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | None = None) -> DecoderConfig:

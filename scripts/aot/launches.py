@@ -31,16 +31,17 @@ class Launches:
 
     def told(self) -> str:
         """Return the counts for the report."""
+        control = f", {self.control} of them loops or conditionals" if self.control else ""
         beside = f", {self.beside} more in a loop beside" if self.beside else ""
-        return f"{self.kernels} kernels a layer{beside}"
+        return f"{self.kernels} kernels a layer{control}{beside}"
 
-    def faults(self, recorded: int) -> list[str]:
-        """Return what is wrong with them, where so many kernels are recorded."""
+    def faults(self, recorded: int, control: int = 0) -> list[str]:
+        """Return what is wrong with them, where so many kernels are recorded, and `control` loops and conditionals."""
         found = []
         if self.kernels > recorded:
             found.append(f"a layer launches {self.kernels} kernels, more than the {recorded} recorded")
-        if self.control:
-            found.append(f"a layer has {self.control} loops or conditionals, for each of which the host waits")
+        if self.control > control:
+            found.append(f"of a layer's kernels {self.control} are loops or conditionals, for which the host waits")
         return found
 
 
@@ -60,7 +61,8 @@ def launches(text: str) -> Launches | None:
     most = max(counted, key=lambda body: (counted[body].kernels, counted[body].control))
     others = [body for body, scope in outside.items() if body not in counted and scope == outside[most]]
     beside = sum(len(kernels_of(computations, body)) for body in others)
-    return dataclasses.replace(counted[most], beside=beside)
+    alike = sum(outside[body] == outside[most] for body in counted)  # steps of several widths have a loop each
+    return dataclasses.replace(counted[most], beside=-(-beside // alike))
 
 
 def computations_of(text: str) -> dict[str, list[str]]:

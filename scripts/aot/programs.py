@@ -21,6 +21,7 @@ class Lowering:
         split. memory: bytes that the chip has, for arguments, outputs and temporaries.
     collectives: how often each way of chips to tell each other something is to stand in its text, as it is reported.
     kernels: that a layer may launch in the loop over layers (`aot.launches`); None where launches are not counted.
+    control: how many of these may be loops or conditionals.
     """
 
     lower: Callable[[], Any]
@@ -32,6 +33,7 @@ class Lowering:
     memory: float = math.inf
     collectives: str = ""
     kernels: int | None = None
+    control: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,9 @@
 Bytes are those of `et_jax.decode.cost`: weights once, the blocks that are read, the summaries that choose them. A copy
 within an H200's memory moves 4.2 TB/s. Launches are those of `aot.chips.KERNELS`, which `aot_check.py` counts in
 compiled programs, for every layer, and those of a step outside its layers. 2.5 us is about what a launch takes in a
-loop of XLA whose kernels are short. Where kernels are long, launches hide behind them, and a step takes less.
+loop of XLA whose kernels are short. Where kernels are long, launches hide behind them, and a step takes less. Of four
+steps under "off" that an H200 took 8.6, 11.4, 15.5 and 2.4 ms for (1 x 32k, 16 x 8k and 8 x 32k of Llama-3-8B, 1 x 2k
+of SmolLM-135M), the model says 7.6, 10.7, 14.8 and 2.7.
 """
 
 from functools import partial

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from scripts.chip.cases import Case, Settings
 
 BY = {"decode": "decoding", "generate": "generating", "torch": "torch_step"}
@@ -50,6 +52,7 @@ def main() -> int:
         print(json.dumps(found), file=answers, flush=True)
 
     settings, cases = heard(sys.argv[1])
+    jax.config.update("jax_disable_most_optimizations", settings.quick)
     # The device's memory is taken as one piece, nearly all of it: pools of pages are large beside what is free.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if cases[0].engine == "torch":

@@ -66,6 +66,14 @@ def test_an_asynchronous_pair_is_one_launch_and_what_only_names_values_is_none()
     assert launches(TEXT.replace("known_trip_count", "other")) is None
 
 
+def test_loops_of_several_widths_have_their_own_loop_beside():
+    width = TEXT[TEXT.index("%layers") : TEXT.index("%steps")].replace("%layers", "%wide").replace("%sums", "%other")
+    line = next(line for line in TEXT.splitlines() if "body=%layers" in line)
+    other = next(line for line in TEXT.splitlines() if "body=%sums" in line)
+    both = line.replace("%layers", "%wide") + "\n" + other.replace("%sums", "%other")
+    assert launches(TEXT.replace("%steps", f"{width}%steps", 1).replace(line, f"{line}\n{both}")) == launches(TEXT)
+
+
 def test_layers_of_a_pattern_share_the_launches_of_its_loop():
     second = PRODUCT.replace("%y", "%w").replace("layer_0", "layer_1")
     assert launches(with_more(second)) == Launches(kernels=3, beside=1)  # five, of two layers
@@ -85,11 +93,12 @@ def checked(monkeypatch, tmp_path):
     aot_check, compiled = script("aot_check"), []
     sizes = SimpleNamespace(**{f"{one}_size_in_bytes": 0 for one in ("temp", "argument", "output", "alias")})
 
-    def check(text: str, recorded: int | None) -> tuple[str, bool, int]:
+    def check(text: str, recorded: int | None, control: int = 0) -> tuple[str, bool, int]:
         compiled.clear()
         program = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: text)
         lowered = SimpleNamespace(compile=lambda: compiled.append(text) or program, as_text=lambda: text)
         asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "kernels": recorded}
+        asked["control"] = control
         line, passed = aot_check.check(
             Program(name="a", chip="H200", build=lambda: Lowering(lower=lambda: lowered, **asked))
         )
@@ -114,11 +123,19 @@ def test_a_recorded_number_that_changes_is_judged_anew_without_a_compiler(checke
     assert checked(with_more(PRODUCT.replace("%y", "%w")), 4)[1:] == (False, 1)
 
 
-def test_a_condition_in_a_layer_fails_whatever_is_recorded(checked):
+def test_a_condition_in_a_layer_fails_whatever_number_of_kernels_is_recorded(checked):
     condition = f'  %w = f32[4]{{0}} conditional(%x), metadata={{op_name="{LOOP}/body/layer_0/cond"}}\n'
-    for _ in range(2):  # compiled, and read again
-        line, passed, _ = checked(with_more(condition), 99)
-        assert not passed and "1 loops or conditionals" in line
+    for again in range(2):  # compiled, and read again
+        line, passed, compiled = checked(with_more(condition), 99)
+        assert compiled == (again == 0)
+        assert not passed and "of a layer's kernels 1 are loops or conditionals" in line
+
+
+def test_a_condition_in_a_layer_passes_where_it_is_recorded(checked):
+    condition = f'  %w = f32[4]{{0}} conditional(%x), metadata={{op_name="{LOOP}/body/layer_0/cond"}}\n'
+    line, passed, _ = checked(with_more(condition), 5, 1)
+    assert passed and "5 kernels a layer, 1 of them loops or conditionals" in line
+    assert not checked(with_more(condition), 5, 0)[1]
 
 
 def test_a_program_without_a_loop_over_layers_fails_where_one_is_recorded(checked):
