@@ -82,33 +82,37 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
     weights = (weights_of(configs[0], settings.seed),)
     gc.collect()
     with ThreadPoolExecutor(COMPILERS) as pool:
-        programs = [pool.submit(compiled, config, weights) for config in configs]
-    for case, config, program in zip(cases, configs, programs, strict=True):
+        made = [pool.submit(Programs, case, config, weights) for case, config in zip(cases, configs, strict=True)]
+    for case, config, programs in zip(cases, configs, made, strict=True):
         try:
-            took, run = program.result()
-            found = one(case, config, settings, partial(run, weights))
-            yield found | {"seconds_compiling": round(took, 2)}
+            yield one(case, config, settings, programs.result())
         except Exception as error:  # of memory, or of a kernel: the row says so, and what follows goes on
             yield error
         gc.collect()
 
 
-def compiled(config: DecoderConfig, weights: Any) -> tuple[float, Callable[..., Ran]]:
-    """Return the program that decodes, and the seconds it took to trace and compile."""
-    began = time.perf_counter()
-    state = jax.eval_shape(partial(filled, config, 1, 0.0))
-    made = decoder(config).decode.lower(weights, state, jnp.int32(1)).compile()
-    return time.perf_counter() - began, made
+class Programs:
+    """The compiled programs of a case: `begin` makes its state, `decode` runs steps; and `seconds` of compiling."""
+
+    def __init__(self, case: Case, config: DecoderConfig, weights: Any) -> None:
+        def begun() -> DecodeState:
+            state = with_random_pages(config, filled(config, case.tokens, 0.0), OUTSTANDING, LONGER)
+            return replace(state, active=jnp.arange(config.num_slots) < case.rows)
+
+        began = time.perf_counter()
+        lowered = jax.jit(begun).lower()
+        decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
+        self.begin: Callable[[], DecodeState] = lowered.compile()
+        self.decode: Callable[..., Ran] = partial(decoding.compile(), weights)
+        self.seconds = round(time.perf_counter() - began, 2)
 
 
-def one(case: Case, config: DecoderConfig, settings: Settings, run: Callable[..., Ran]) -> dict[str, Any]:
+def one(case: Case, config: DecoderConfig, settings: Settings, programs: Programs) -> dict[str, Any]:
     """Return the figures of a case: the milliseconds of a step in each round, and what it read."""
-    state = with_random_pages(config, filled(config, case.tokens, 0.0), OUTSTANDING, LONGER)
-    held: list[Any] = [replace(state, active=jnp.arange(config.num_slots) < case.rows), None, 0]
-    del state
+    held: list[Any] = [programs.begin(), None, 0]
 
     def steps(count: int) -> Any:
-        held[:] = run(held[0], jnp.int32(count))
+        held[:] = programs.decode(held[0], jnp.int32(count))
         return held[2]
 
     def share(first: int) -> float:
@@ -136,6 +140,7 @@ def one(case: Case, config: DecoderConfig, settings: Settings, run: Callable[...
     found |= {"milliseconds": statistics.median(rounds), "rounds": rounds, "share_read": share(0)}
     if case.control == SELF:
         found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
+    found["seconds_compiling"] = programs.seconds
     if settings.profile:
         found["kernels"] = kernels(lambda count: jax.block_until_ready((steps(count), held[0])))
     return found
