@@ -51,8 +51,9 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser.parse_args(words)
     try:
         small = {"steps": 2, "tokens": 8} if args.quick else {}
-        given = {"text": args.text} if args.text else {}
-        settings = Settings(model=args.model, profile=args.profile, quick=args.quick, **small, **given)
+        given = {"text": args.text.resolve()} if args.text else {}
+        model = str(Path(args.model).resolve()) if Path(args.model).is_dir() and args.model else args.model
+        settings = Settings(model=model, profile=args.profile, quick=args.quick, **small, **given)
         cases = chosen(cases_of(settings, torch_installed()), args.cases)
         if args.list:
             print("\n".join(case.name for case in cases))

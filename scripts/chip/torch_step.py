@@ -1,5 +1,6 @@
 """A plain step of the same shapes in torch, captured as one CUDA graph: no engine, what anybody can have."""
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,7 @@ DEVIATION = 0.02  # of random weights
 
 def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
     """Yield what is found of each case, in order, or what went wrong. All cases are of one shape."""
-    import torch
-
+    torch = importlib.import_module("torch")
     shape = SHAPES[cases[0].shape]
     with torch.no_grad():
         torch.manual_seed(settings.seed)
@@ -52,8 +52,7 @@ def weights_of(torch: Any, shape: ModelConfig) -> dict[str, Any]:
 
 def step_of(torch: Any, shape: ModelConfig, weights: dict[str, Any], case: Case) -> Callable[[], Any]:
     """Return a step of a case: greedy, without rotation, over contiguous keys and values, the last of them written."""
-    import torch.nn.functional as nn  # type: ignore[import-not-found]
-
+    nn = torch.nn.functional
     e, d, heads, kv, rows = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads, case.rows
 
     def cache() -> list[Any]:

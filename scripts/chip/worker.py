@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from scripts.chip.cases import Case, Settings
+from scripts.measuring.runner import provenance
 
 BY = {"decode": "decoding", "generate": "generating", "torch": "torch_step"}
 
@@ -43,6 +44,17 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(words.splitlines() or [''])[0][:300]}"
 
 
+def origin(settings: Settings, engine: str) -> dict[str, Any]:
+    """Return where figures come from. Where torch measures, JAX leaves the chip and its libraries alone."""
+    if engine != "torch":
+        return provenance(settings)
+    jax.config.update("jax_platforms", "cpu")
+    found, cuda = provenance(settings), importlib.import_module("torch").cuda
+    if cuda.is_available():
+        found["machine"]["device"] = cuda.get_device_name(0)
+    return found
+
+
 def main() -> int:
     """Measure the cases of the argument and return the exit code."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -55,11 +67,7 @@ def main() -> int:
     jax.config.update("jax_disable_most_optimizations", settings.quick)
     # The device's memory is taken as one piece, nearly all of it: pools of pages are large beside what is free.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    if cases[0].engine == "torch":
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX only says what device this is
-    from scripts.measuring.runner import provenance
-
-    say(provenance=provenance(settings))
+    say(provenance=origin(settings, cases[0].engine))
     found = importlib.import_module(f"scripts.chip.{BY[cases[0].engine]}").measured(cases, settings)
     for case in cases:
         try:
