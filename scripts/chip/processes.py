@@ -33,7 +33,8 @@ def worker(settings: Settings, cases: Sequence[Case], until: float) -> Said:
         try:
             assert process.stdout is not None
             for said in process.stdout:
-                yield json.loads(said)
+                if said.endswith("\n"):  # what is cut off is the last word of a process that was ended
+                    yield json.loads(said)
             process.wait()
         finally:
             timer.cancel()
