@@ -24,7 +24,7 @@ from et_jax.control.select import (
 from et_jax.control.selector import as_selector
 from et_jax.decode import cache as kv
 from et_jax.decode.selection import Kept, LayerKind, Stored, chosen_of, selection_of
-from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed
+from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
 from et_jax.pallas.per_head.api import by_vmap
 from et_jax.pallas.per_head.gpu import by_kernels, left_to_xla
 from et_jax.softmax import capped
@@ -77,6 +77,9 @@ def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
 def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
     with pytest.raises(NotImplementedError, match="reduce_sum over the 3 query heads"):
         by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(3), interpret=True)
+    with pytest.warns(UserWarning, match="chosen by XLA"):
+        found = per_head(lambda score, *_: jnp.sum(score, axis=0), *given(3), by_kernel=True)
+    np.testing.assert_allclose(found, jnp.sum(given(3)[0].array, axis=2), rtol=1e-6)
     summed = by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(4), interpret=True)
     np.testing.assert_allclose(summed, jnp.sum(given(4)[0].array, axis=2), rtol=1e-6)
 

@@ -6,5 +6,6 @@ from et_jax.pallas.per_head.api import PerHead as PerHead
 from et_jax.pallas.per_head.api import PerQuery as PerQuery
 from et_jax.pallas.per_head.api import PerRow as PerRow
 from et_jax.pallas.per_head.api import Placed as Placed
+from et_jax.pallas.per_head.api import fits as fits
 from et_jax.pallas.per_head.api import per_head as per_head
 from et_jax.pallas.per_head.api import per_head_into as per_head_into

@@ -1,5 +1,6 @@
 """`per_head`: run a function of one row and KV head for all of them, and say where each of its arrays comes from."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from et_jax.pallas.backend import platform
+from et_jax.pallas.per_head.flat import MOST_NUMBERS
 from et_jax.types import pytree, static
 
 
@@ -81,13 +83,16 @@ def per_head(function: Callable[..., Any], *inputs: Any, by_kernel: bool | None 
     by_kernel: whether GPU kernels run it (`per_head.gpu`), None where it is traced for a GPU; else `vmap` does.
 
     The function receives the same trees of arrays. It may return `Placed` arrays, which come back in their order. It
-    must treat all query heads alike, and must not add up over them where their number is no power of two: a kernel
-    repeats the last of them up to a power of two.
+    must treat all query heads alike. Kernels repeat the last of them up to a power of two: for a function that adds up
+    over another number of them there is none. It runs by `vmap`, with a warning that says so.
     """
     if platform() == "gpu" if by_kernel is None else by_kernel:
         from et_jax.pallas.per_head.gpu import by_kernels
 
-        return by_kernels(function, inputs)
+        try:
+            return by_kernels(function, inputs)
+        except NotImplementedError as reason:
+            warnings.warn(f"Blocks are chosen by XLA and not in one kernel: {reason}.", stacklevel=2)
     return by_vmap(function, inputs)
 
 
@@ -113,6 +118,11 @@ def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
         if not isinstance(leaf, PerRow)
     )
     return batch, heads, next((leaf.array.shape[2] for leaf in leaves if isinstance(leaf, PerQuery)), 1)
+
+
+def fits(page_size: int, width: int) -> bool:
+    """Return whether a kernel has registers for a page of tokens of this width, and sizes like theirs."""
+    return all(size & (size - 1) == 0 for size in (page_size, width)) and page_size * width <= MOST_NUMBERS
 
 
 def per_head_into(

@@ -194,10 +194,14 @@ def _variables(eqn: Any) -> list[Any]:
 
 
 def _in_kernel(eqn: Any) -> bool:
-    """Whether a kernel has an operation, and registers for what it takes and makes."""
+    """Whether a kernel has an operation, and registers for what it takes and makes; sizes are powers of two there."""
     inner = operations(eqn.params["body_jaxpr"].jaxpr) if eqn.primitive.name == "while" else []
-    sizes = [math.prod(var.aval.shape) for one in (eqn, *inner) for var in (*_variables(one), *one.outvars)]
-    return all(one.primitive.name in IN_KERNELS for one in (eqn, *inner)) and max(sizes) <= MOST_NUMBERS
+    shapes = [var.aval.shape for one in (eqn, *inner) for var in (*_variables(one), *one.outvars)]
+    return (
+        all(one.primitive.name in IN_KERNELS for one in (eqn, *inner))
+        and all(size == power_of_two(size) for shape in shapes for size in shape)
+        and max(map(math.prod, shapes)) <= MOST_NUMBERS
+    )
 
 
 def _slice(
