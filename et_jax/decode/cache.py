@@ -192,7 +192,9 @@ def write(
     end = start + count if end is None else end
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
-    if platform() == "gpu" and fits(page_size, d) and fits(page_size, e):  # without a condition, for which the host would wait
+    if (
+        platform() == "gpu" and fits(page_size, d) and fits(page_size, e)
+    ):  # without a condition, for which the host would wait
         return _summarised_by_kernel(layer, _page_of(table, block, full, 0), d)
     filled = _page_of(table, block, full, num_pages)
     return run_if(jnp.any(full), partial(_summarised, head_dim=d), layer, filled)

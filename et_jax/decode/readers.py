@@ -252,8 +252,8 @@ class SelectedOfLayer:
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
         read = read_of(chosen, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
         mass = self.mass
-        if read.mass is not None:
-            known = read.mass[..., :num_blocks].reshape(self.mass.shape)
+        if mass is not None and read.mass is not None:
+            known = read.mass[..., :num_blocks].reshape(mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
         if read.residual is not None:
             attended = out.astype(jnp.float32).reshape(grouped.shape)

@@ -285,13 +285,13 @@ def _values_of(mean: Float[Array, "k p e"], table: Int[Array, "b m"], head_dim: 
     return mean[:, table].swapaxes(0, 1)[..., head_dim : 2 * head_dim]
 
 
-def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Array:
+def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Any:
     """Score one row and one page, to learn at trace time whether a backend serves these shapes."""
     cache = empty(1, model.num_kv_heads, model.head_dim, 2, page_size, dtype, key_codes=key_codes)
     length = jnp.ones(1, jnp.int32)
     blocks = blocks_of(jnp.ones((1, 1), jnp.int32), length, page_size, None)
     query = jnp.zeros((1, model.num_kv_heads, model.group_size, model.head_dim), jnp.float32)
-    return _scores(query, cache.layers[0], blocks, backend, model.softmax(0).soft_cap)[2]
+    return _scores(query, cache.layers[0], blocks, backend, model.softmax(0).soft_cap)
 
 
 def _scores(
@@ -430,8 +430,6 @@ def read_of(
     short = chosen.estimate.shape[-1] - block_lse.shape[-1]
     block_lse = jnp.pad(block_lse, [(0, 0)] * 3 + [(0, short)], constant_values=-jnp.inf)
     at_place = None if chosen.place is None else Listed(array=block_lse, place=chosen.place)
-    if sinks is not None:
-        sinks = PerQuery(array=sinks[None])
     return per_head(
         of_one,
         PerHead(array=chosen.mask),
@@ -439,7 +437,7 @@ def read_of(
         None if chosen.upper is None else PerQuery(array=chosen.upper),
         PerRow(array=blocks.length),
         PerQuery(array=block_lse),
-        sinks,
+        None if sinks is None else PerQuery(array=sinks[None]),
         at_place,
     )
 

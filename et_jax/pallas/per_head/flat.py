@@ -177,7 +177,7 @@ def _loop(params: dict[str, Any], values: list[Any], platform: str) -> Sequence[
 
 def operations(jaxpr: Any) -> list[Any]:
     """Return the operations of a jaxpr and of the loops within it."""
-    inner = [
-        params.jaxpr for eqn in jaxpr.eqns for params in eqn.params.values() if isinstance(params, core.ClosedJaxpr)
+    loops = [
+        eqn.params[part].jaxpr for eqn in jaxpr.eqns for part in ("cond_jaxpr", "body_jaxpr") if part in eqn.params
     ]
-    return [*jaxpr.eqns, *(eqn for one in inner for eqn in operations(one))]
+    return [*jaxpr.eqns, *(eqn for one in loops for eqn in operations(one))]

@@ -292,13 +292,13 @@ def into_pools(
     if refused:
         raise NotImplementedError(f"what is written to pages by a kernel has no {refused[0]}, or not of this size")
     arrays, of_pools = jax.tree.flatten(pools)
-    outputs = [var for var, _ in traced.outputs]
+    outputs: list[Any] = [var for var, _ in traced.outputs]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
         at = refs[0][row]
         for var, ref in zip(outputs, refs[1 + len(arrays) :], strict=True):
             value = var.val if isinstance(var, core.Literal) else known[var]
-            ref[(head, at, *_index(var.aval.shape))] = value.astype(ref.dtype)
+            ref[(head, at, *_index(value.shape))] = value.astype(ref.dtype)
 
     given = dict(zip(traced.jaxpr.invars, leaves, strict=True))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
