@@ -1,6 +1,7 @@
 """Kernels: one folder each, with api, reference, xla, gpu and tpu.
 
 paged_attention, paged_prefill, block_scores
+per_head                       a function of one row and KV head, for all of them
 add_norm                       reference and gpu alone: elsewhere XLA makes one kernel of it
 backend, tuned                 which one serves a device, and settings measured on it
 checks, workspace              what all share: arguments checked, bytes set aside

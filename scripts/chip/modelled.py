@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from et_jax.decode import cost
 from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
-from et_jax.decode.work import Work
 from et_jax.models.params import abstract
 from scripts.aot.chips import KERNELS
 from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, size
@@ -45,8 +44,7 @@ def moved(case: Case, share: float) -> float:
     [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
     blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
     scored = blocks if model.summary else 0
-    price = cost.price(model, Work(tokens=case.rows, passes=1, blocks=share * blocks, summaries=scored, attended=0.0))
-    return float(price.shared + price.own)
+    return float(model.weights) + float(cost.cached_bytes(model, share * blocks, scored))
 
 
 def share_of(case: Case) -> float:

@@ -171,15 +171,25 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
     return stored, stored.length, Kept(long=long, fresh=fresh, last=PerHead(array=jnp.asarray(words)))
 
 
-@pytest.mark.parametrize(("window", "soft_cap", "group"), [(None, None, 4), (37, None, 3), (None, 30.0, 2)])
-@pytest.mark.parametrize("name", [*SELECTORS])
-@pytest.mark.parametrize("draws", [10, pytest.param(210, marks=pytest.mark.slow)])  # of 16 views each
-def test_a_selector_chooses_the_same_in_a_kernel(draws, name, window, soft_cap, group):
-    kind = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
+KINDS = [(None, None, 4), (37, None, 3), (None, 30.0, 2)]  # window, soft cap, query heads of a KV head
+QUICK = [("Quest", KINDS[1]), ("paper", KINDS[0]), ("codes, by head", KINDS[2])]
+
+
+@pytest.mark.parametrize(
+    ("draws", "name", "kind"),  # of 16 views a draw
+    [
+        *((10, *one) for one in QUICK),
+        *(pytest.param(210, name, kind, marks=pytest.mark.slow) for name in SELECTORS for kind in KINDS),
+    ],
+    ids=str,
+)
+def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
+    window, soft_cap, group = kind
+    layer = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
     numbers = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), SELECTORS[name])
 
     def chosen(selector, stored, length, kept):
-        return chosen_of(kind, True, selection_of(kind, None, selector, stored), length, kept)
+        return chosen_of(layer, True, selection_of(layer, None, selector, stored), length, kept)
 
     @jax.jit
     def both(stored, length, kept):

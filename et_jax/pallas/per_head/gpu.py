@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plt
 from jax.extend import core
 from jaxtyping import Array, Int
 
-from et_jax.pallas.per_head.api import (
+from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
+from et_jax.pallas.per_head.inputs import (
     Input,
     Listed,
     Pages,
@@ -31,7 +32,6 @@ from et_jax.pallas.per_head.api import (
     is_input,
     sizes_of,
 )
-from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array to a warp
 OVER_ALL = ("argmax", "argmin", "cumsum", "dot_general", "reduce_prod", "reduce_sum", "sort")  # repeats change these

@@ -1,0 +1,108 @@
+"""Where the arrays of a function of one row and KV head come from, and which of its outputs are permutations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from et_jax.types import pytree, static
+
+
+@pytree
+class PerRow:
+    """An array of every row, the same for all heads. The function receives "*x"."""
+
+    array: Shaped[Array, "b *x"]
+
+
+@pytree
+class PerHead:
+    """An array of every row and KV head. The function receives "*x"."""
+
+    array: Shaped[Array, "b k *x"]
+
+
+@pytree
+class PerQuery:
+    """An array of every row and query head, by KV head; of one row, where all have the same. It receives "g *x"."""
+
+    array: Shaped[Array, "b k g *x"]
+
+
+@pytree
+class Pages:
+    """Entries of a pool with an entry for each KV head and page. The function receives "*i *x", those of its row.
+
+    `columns` says which of the last axis of the pool it receives, from the first of two to before the second; None is
+    all of them.
+    """
+
+    pool: Shaped[Array, "k p *x"]
+    page: Int[Array, "b *i"]
+    columns: tuple[int, int] | None = static(default=None)
+
+    @property
+    def width(self) -> int:
+        """The size of the last axis that the function receives."""
+        return self.pool.shape[-1] if self.columns is None else self.columns[1] - self.columns[0]
+
+
+@pytree
+class Listed:
+    """Entries of a list of every row and query head. The function receives "g n", those at the places of its head."""
+
+    array: Shaped[Array, "b k g m"]
+    place: Int[Array, "b k n"]
+
+
+@pytree
+class Placed:
+    """An output of the function that is a permutation: `array` with each value at its place, all of them different."""
+
+    array: Shaped[Array, "*b n"]
+    place: Int[Array, "*b n"]
+
+
+Input = PerRow | PerHead | PerQuery | Pages | Listed
+
+
+def is_input(x: Any) -> bool:
+    """Return whether a node of a tree is one of the arrays with their origin."""
+    return isinstance(x, Input)
+
+
+def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
+    """Return how many rows, KV heads and query heads of each there are, of those 1 where no input has any."""
+    batch = max(len(leaf.page if isinstance(leaf, Pages) else leaf.array) for leaf in leaves)
+    heads = next(
+        leaf.pool.shape[0] if isinstance(leaf, Pages) else leaf.array.shape[1]
+        for leaf in leaves
+        if not isinstance(leaf, PerRow)
+    )
+    return batch, heads, next((leaf.array.shape[2] for leaf in leaves if isinstance(leaf, PerQuery)), 1)
+
+
+def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
+    """Return the array that an input stands for, with an axis of rows and, but for `PerRow`, one of heads in front."""
+    if isinstance(leaf, Pages):
+        return _of_pool(leaf)
+    if isinstance(leaf, Listed):
+        shape = (*leaf.array.shape[:3], leaf.place.shape[-1])
+        return jnp.take_along_axis(leaf.array, jnp.broadcast_to(leaf.place[:, :, None], shape), axis=-1)
+    return leaf.array
+
+
+def _of_pool(leaf: Pages) -> Shaped[Array, "b k *x"]:
+    """The entries of all rows.
+
+    Every axis of the pool from the third on but the last is indexed: a window over heads or tokens makes XLA lay pages
+    out anew on a TPU.
+    """
+    pool, columns = leaf.pool, slice(*leaf.columns or (None,))
+    if pool.ndim < 4:
+        return pool[:, leaf.page].swapaxes(0, 1)[..., columns]
+    between = pool.shape[2:-1]
+    head = jnp.arange(pool.shape[0]).reshape(-1, *[1] * len(between))
+    page = leaf.page.reshape(len(leaf.page), *[1] * (1 + len(between)))
+    return pool[head, page, *jnp.ix_(*map(jnp.arange, between))][..., columns]
