@@ -199,7 +199,7 @@ KERNELS = {
     "phi_4, 40 layers": 15,
     "olmo2_7b, 32 layers": 15,
     "adaptive": 33,
-    "last masses": 50,
+    "last masses": 35,
     "compressed": 33,
     "self": 28,
     "qwen3_30b_a3b, 48 layers": 37,
