@@ -115,8 +115,8 @@ def chosen_reads(
         return stats
     of_all = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
     _, layers, heads = of_all.kept.shape
-    of_layers = total(of_all.entropy)
-    entropies = reduce(jnp.add, (of_layers[:, i] for i in range(layers)), stats.entropies)
+    # layers by themselves one after the other, those of a scan together
+    entropies = reduce(jnp.add, (jnp.sum(total(one.entropy), axis=1) for one in found), stats.entropies)
     return replace(
         stats,
         kept_mass=jnp.where(scored, jnp.min(of_all.kept, axis=(1, 2)), kept_mass),
