@@ -300,13 +300,16 @@ class SelectedOfLayer:
         def known(given: tuple) -> Stored:
             query, blocks, mass = given
             length = blocks.length
+            if mass is not None:
+                beyond = blocks.table.shape[1] - mass.shape[-1]  # of a table that is widened
+                mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0).reshape(*query.shape[:3], -1)
             if by_kernel and not always:
                 blocks = replace(blocks, length=jnp.where(scored, length, 0))
             stored = stored_of(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, layer)
             return replace(
                 stored,
                 length=PerRow(array=length),
-                last_mass=None if mass is None else PerQuery(array=mass.reshape(*query.shape[:3], -1)),
+                last_mass=None if mass is None else PerQuery(array=mass),
                 sensitivity=None if self.sensitivity is None else PerQuery(array=self.sensitivity),
             )
 

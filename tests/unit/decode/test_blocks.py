@@ -1,5 +1,7 @@
 """Blocks of a sequence: which a query may see, their shares of the mass, and the residual for those left unread."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,16 @@ import pytest
 from small_model import MODEL
 
 from et_jax.control.base import pack_blocks, unpack_blocks
-from et_jax.control.select import Certified, SinksWindow, chord_bounds
+from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
 from et_jax.decode import cache as kv
+from et_jax.decode import readers, selection
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
 from et_jax.decode.selection import Chosen, LayerKind, Read, blocks_of, in_units_read, read_of, with_residual
+from et_jax.pallas.per_head import api, gpu
 from et_jax.softmax import Softmax
+from et_jax.types import replace
 
 PAGE, CAPACITY = 4, 6
 
@@ -152,6 +157,51 @@ def pruned(selector, residual: bool = False) -> SelectedOfLayer:
 
 
 SINKS = jnp.asarray([1.0, 3.0, -1.0, 2.0])
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """Layers choose as on a GPU: by interpreted kernels, over tables of a power of two, and without a condition."""
+    for module in (readers, selection, api):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(gpu, "by_kernels", partial(gpu.by_kernels, interpret=True))
+
+
+def mixed_rows(selector, **changes) -> SelectedOfLayer:
+    """A row that chooses, one that is too short for that, and one that reads again what it read last."""
+    last = jnp.full((ROWS, MODEL.num_kv_heads, 1), 0b10110, jnp.uint32)
+    return replace(pruned(selector), last=last, **changes)
+
+
+SHARES = jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(TOKENS), (ROWS, MODEL.num_heads)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        mixed_rows(Quest(3)),
+        mixed_rows(Quest(3), refresh_every=4, fresh=jnp.asarray([True, True, False]), min_context=jnp.full(ROWS, 8)),
+        mixed_rows(Guarded(ActiveSet(), sinks=1, window=2, min_blocks=2), mass=SHARES, min_context=jnp.full(ROWS, 8)),
+        mixed_rows(Certified(chord_bounds), residual=True, min_context=jnp.full(ROWS, 8)),
+    ],
+    ids=["chosen", "some again", "masses", "residual"],
+)
+def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
+    """Of twelve blocks, which is no power of two."""
+    softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
+    out, notes, _ = read(reader, softmax)
+    request.getfixturevalue("by_kernels")
+    out_by_kernels, notes_by_kernels, _ = read(reader, softmax)
+    np.testing.assert_allclose(out_by_kernels, out, atol=1e-5)
+    np.testing.assert_array_equal(notes_by_kernels.block_mask, notes.block_mask)
+    read_by_all = int(np.bitwise_count(np.asarray(notes.block_mask)).sum())
+    assert read_by_all < MODEL.num_kv_heads * np.asarray([TOKENS, 7, 9]).sum()
+    scored = np.asarray(reader.fresh) & (np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8))
+    for name in ("kept", "entropy"):
+        one, other = (np.asarray(getattr(each.by_head, name))[scored] for each in (notes_by_kernels, notes))
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    if notes.block_mass is not None:
+        np.testing.assert_allclose(notes_by_kernels.block_mass, notes.block_mass, atol=1e-5)
 
 
 @pytest.mark.parametrize("soft_cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
