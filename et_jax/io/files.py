@@ -31,6 +31,15 @@ def expanded(path: str | Path) -> Path:
         raise UsageError(f"{path} begins with a home that is not known; set HOME, or name the path in full.") from error
 
 
+def cache_folder() -> Path:
+    """Return the user's folder for what et_jax can make anew: under XDG_CACHE_HOME, an absolute path, or ~/.cache.
+
+    Raises UsageError where there is no home.
+    """
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else expanded("~/.cache")) / "et_jax"
+
+
 def replace_file(path: str | Path, content: str | bytes) -> None:
     """Put `content` at `path`: a reader sees the old file or the new, never half of either.
 

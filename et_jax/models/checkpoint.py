@@ -1,7 +1,7 @@
-"""Weights from files: a Hugging Face folder or a converted one, read tensor by tensor; and back again.
+"""Weights from files: a Hugging Face folder, a converted one or a GGUF file, read tensor by tensor; and back again.
 
 `hub.resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
-read, and every tensor (`models.stored`) before the first one is.
+read, and every tensor (`models.stored`, `models.gguf`) before the first one is. A GGUF file may stand for a folder.
 """
 
 import json
@@ -19,12 +19,14 @@ from safetensors.numpy import save_file
 
 from et_jax.errors import UsageError
 from et_jax.io import checksums
+from et_jax.io.gguf import Place, is_gguf
 from et_jax.io.schema import read_json
+from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import WEIGHT, Encoding, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
 from et_jax.models.params import Params, describe, in_stacks
-from et_jax.models.sources import Piece, Source, Sources, check_sources, tensor_shapes, tensors_of
+from et_jax.models.sources import Piece, Shape, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.stored import (
     STORED,
     Encoded,
@@ -57,15 +59,20 @@ STORED_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": HALF}
 CONVERTED = "orbax"
 
 
-def sources_of(config: ModelConfig) -> Sources:
-    """Return where each leaf of `Params` lies in the files of such a model, in the order of the leaves."""
+def sources_of(
+    config: ModelConfig, sources: Callable[[ModelConfig, Mapping[str, Shape]], Sources] | None = None
+) -> Sources:
+    """Return where each leaf of `Params` lies in the files of such a model, in the order of the leaves.
+
+    `sources` says it where the files are not those of the family.
+    """
     leaves = jax.tree.leaves_with_path(describe(config))
     shapes = {
         jax.tree_util.keystr(path_of_weight(path), simple=True, separator="."): spec.shape for path, spec in leaves
     }
-    sources = family_of(config).sources(shapes)
-    check_sources(sources, shapes)
-    return {leaf: sources[leaf] for leaf in shapes}
+    found = family_of(config).sources(shapes) if sources is None else sources(config, shapes)
+    check_sources(found, shapes)
+    return {leaf: found[leaf] for leaf in shapes}
 
 
 def assemble(config: ModelConfig, tensors: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
@@ -82,7 +89,12 @@ def assemble(config: ModelConfig, tensors: Mapping[str, Float[Array | np.ndarray
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Return the configuration in `folder`/config.json. Raises UsageError where it is absent or unreadable."""
+    """Return the configuration in `folder`/config.json, or that of a GGUF file.
+
+    Raises UsageError where it is absent or unreadable.
+    """
+    if is_gguf(folder):
+        return gguf.read_config(folder)
     return from_hugging_face(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
@@ -93,7 +105,7 @@ def read_model(folder: Path) -> ModelConfig:
     transformers does from version 5 on. Raises UsageError as `read_config` does, and where the files cannot be read.
     """
     config = read_config(folder)
-    if not config.tie_embeddings or (folder / CONVERTED).is_dir():
+    if not config.tie_embeddings or is_gguf(folder) or (folder / CONVERTED).is_dir():
         return config
     return replace(config, tie_embeddings=not has_own_head(config, sources_of(config), headers(folder)))
 
@@ -102,15 +114,15 @@ def remarks(folder: Path, model: ModelConfig, dtype: str = "auto") -> list[str]:
     """Return sentences on what `load` makes of the files of a `read_model` that their owner may not expect."""
     if (folder / CONVERTED).is_dir():
         return []
-    sources, encoding, said = sources_of(model), _encoding(folder), []
+    said = []
     if model != read_config(folder):
         head = family_of(model).head
         said.append(
             f"{folder}: config.json ties the output head to the embedding, but {head} differs from it; {head} is used "
             "as the head."
         )
-    embedding = check(model, sources, headers(folder), encoding)[embedding_of(sources)]
-    if encoding is None and dtype == "auto" and stored_as(embedding) == HALF:
+    sources, tensors, encoding = _located(folder, model)
+    if encoding is None and dtype == "auto" and stored_as(tensors[embedding_of(sources)]) == HALF:
         said.append(
             f"{folder}: float16 weights are converted to float32, which takes twice the memory and bandwidth; for "
             'bfloat16 use --dtype bfloat16, or load(dtype="bfloat16").'
@@ -124,7 +136,16 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     Converted weights are compared when they are restored.
     """
     if not (folder / CONVERTED).is_dir():
-        check(config, sources_of(config), headers(folder), _encoding(folder))
+        _located(folder, config)
+
+
+def _located(folder: Path, config: ModelConfig) -> tuple[Sources, Tensors, Encoding | None]:
+    """Return where the leaves of a model lie, its tensors, all of them checked, and how its matrices are stored."""
+    if is_gguf(folder):
+        sources = sources_of(config, gguf.sources)
+        return sources, gguf.check(folder, config, sources), None
+    sources, encoding = sources_of(config), _encoding(folder)
+    return sources, check(config, sources, headers(folder), encoding), encoding
 
 
 def stored_dtype(folder: Path, dtype: str = "auto") -> DTypeLike:
@@ -136,9 +157,8 @@ def loaded_dtype(folder: Path, model: ModelConfig, dtype: str = "auto") -> DType
     """Return the dtype that `load` gives the weights of a `read_model`, by the headers of its files."""
     if (folder / CONVERTED).is_dir():
         return stored_dtype(folder, dtype)
-    sources, encoding = sources_of(model), _encoding(folder)
-    embedding = check(model, sources, headers(folder), encoding)[embedding_of(sources)]
-    return _dtype(dtype, stored_as(embedding), encoding)
+    sources, tensors, encoding = _located(folder, model)
+    return _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
 
 def is_widened(folder: Path, dtype: str = "auto") -> bool:
@@ -148,6 +168,8 @@ def is_widened(folder: Path, dtype: str = "auto") -> bool:
 
 def _said_dtype(folder: Path) -> str:
     """Return the dtype that config.json names, in the words of safetensors where that is one of theirs."""
+    if is_gguf(folder):
+        return gguf.embedding_stored_as(folder)
     values = read_json(folder / "config.json")
     said = str(values.get("dtype") or values.get("torch_dtype"))
     return STORED_NAMES.get(said, said)
@@ -174,17 +196,17 @@ def load(
     config = read_model(folder)
     if (folder / CONVERTED).is_dir():
         return config, _restore(folder, config, dtype, quantize, stacked)
-    sources, encoding = sources_of(config), _encoding(folder)
-    tensors = check(config, sources, headers(folder), encoding)
+    sources, tensors, encoding = _located(folder, config)
     target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
     def node(described: Any, source: Source) -> Any:
         if not is_weight(described):
             return source.read(read, target)
-        return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, target)
+        return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, read, target)
 
     def read(piece: Piece) -> np.ndarray:
-        return read_piece(tensors[piece.tensor], piece)
+        tensor = tensors[piece.tensor]
+        return gguf.read(tensor, piece, config) if isinstance(tensor, Place) else read_piece(tensor, piece)
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
@@ -291,18 +313,21 @@ def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None =
 
 
 def _encoding(folder: Path) -> Encoding | None:
-    """Return how the matrices of a folder are stored, None where they are floats."""
+    """Return how the matrices of a folder are stored, None where they are floats, or each tensor says it itself."""
+    if is_gguf(folder):
+        return None
     file = folder / "config.json"
     return encoding_of(read_json(file).get("quantization_config"), str(file))
 
 
 def _dtype(asked: str, embedding: str, encoding: Encoding | None) -> DTypeLike:
     """Return the dtype of a model's floats, whose embedding is stored as `embedding`."""
-    usual = STORED.get(embedding, jnp.float32) if encoding is None else jnp.bfloat16
+    quantised = encoding is not None or embedding == gguf.QUANTISED
+    usual = jnp.bfloat16 if quantised else STORED.get(embedding, jnp.float32)
     return DTYPES.get(asked, usual)
 
 
-def _int8(source: Source, tensors: Tensors, dtype: DTypeLike) -> Int8:
+def _int8(source: Source, tensors: Tensors, read: Callable[[Piece], np.ndarray], dtype: DTypeLike) -> Int8:
     """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
     stored = [tensors[piece.tensor] for piece in source.pieces]
     first, encoding = stored[0], getattr(stored[0], "encoding", None)
@@ -311,7 +336,7 @@ def _int8(source: Source, tensors: Tensors, dtype: DTypeLike) -> Int8:
         scale = parts[encoding.scale].astype(np.float32).reshape(-1)
         return Int8(array=parts[WEIGHT], scale=scale, dtype=np.dtype(dtype))
     wide = jnp.bfloat16 if all(stored_as(one) == "BF16" for one in stored) else np.float32
-    return to_int8(source.read(lambda piece: read_piece(tensors[piece.tensor], piece), wide), dtype)
+    return to_int8(source.read(read, wide), dtype)
 
 
 def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:

@@ -1,4 +1,4 @@
-"""Where a model lies: inside the package, in a folder of one's own, or in the local copy of one on the hub."""
+"""Where a model lies: inside a package, in a folder or a file of one's own, or in the local copy of one on the hub."""
 
 import re
 from collections.abc import Callable
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.io.gguf import gguf_in, is_gguf
 from et_jax.io.schema import named
 from et_jax.models.bundled import bundled_folder, is_bundled
 from et_jax.models.checkpoint import read_config
+from et_jax.models.packaged import PACKAGED, packaged_file
 
 HUB_FILES = (
     "config.json",
@@ -27,6 +29,9 @@ _PATIENCE = 5.0  # seconds that the hub has to answer at all
 def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, config_only: bool = False) -> Path:
     """Return the folder of a model: a bundled one by its name, `name` itself, or the local copy of `owner/model`.
 
+    A GGUF file may stand for a folder: `name` itself, the one in the folder, or that of an installed package
+    (`packaged`).
+
     From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
     weight is downloaded, and with `config_only` nothing else is. A hub that cannot be reached is asked once;
     then what the cache holds serves. The token and the cache are the hub library's own (HF_TOKEN, HF_HOME).
@@ -34,12 +39,18 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, 
     """
     if is_bundled(name):
         return bundled_folder(str(name))
+    if str(name) in PACKAGED:
+        return packaged_file(str(name))
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
+            return gguf_in(folder) or folder
+        if is_gguf(folder) and folder.exists():
             return folder
         if folder.exists():
-            raise UsageError(f"{name} is a file; name the folder that holds config.json and the safetensors.")
+            raise UsageError(
+                f"{name} is a file; name a GGUF file, or the folder that holds config.json and the safetensors."
+            )
     except (OSError, RuntimeError) as error:  # too long a name, a forbidden place, a home of nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{named(str(name))} cannot be looked up ({reason}); check the spelling.") from error

@@ -19,7 +19,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from et_jax.errors import UsageError
+from et_jax.io.gguf import Place
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
+from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import FLOATS, Encoding, Mxfp4, Part
 from et_jax.models.families.registry import family_of
@@ -49,12 +51,17 @@ class Encoded(NamedTuple):
     shape: tuple[int, ...]
 
 
-Tensors = Mapping[str, Stored | Encoded]
+Tensors = Mapping[str, Stored | Encoded | Place]
 """The weights that a model is read from, by the names that their tensors have as floats."""
 
 
-def stored_as(tensor: Stored | Encoded) -> str:
-    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors."""
+def stored_as(tensor: Stored | Encoded | Place) -> str:
+    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors.
+
+    That of a quantised tensor of a GGUF file is `gguf.QUANTISED`.
+    """
+    if isinstance(tensor, Place):
+        return gguf.stored_as(tensor)
     return tensor.stored if isinstance(tensor, Stored) else "F32"
 
 

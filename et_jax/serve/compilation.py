@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import tempfile
 import threading
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from et_jax.io.files import expanded
+from et_jax.io.files import cache_folder, expanded
 from et_jax.serve import program_store
 
 # JAX's names for what a program takes; it is built, or loaded from the kept ones, under the third.
@@ -39,12 +38,8 @@ def keep_programs(folder: Path) -> str | None:
 
 
 def default_folder() -> Path:
-    """Return where programs are kept unless the caller says otherwise: in the user's folder of what can be made anew.
-
-    That is XDG_CACHE_HOME, where it is an absolute path, or ~/.cache. Raises UsageError where there is no home.
-    """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else expanded("~/.cache")) / "et_jax/programs"
+    """Return where programs are kept unless the caller says otherwise. Raises UsageError where there is no home."""
+    return cache_folder() / "programs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -143,10 +143,11 @@ class SentencePieceBackend:
     Llama tokenizers did; otherwise only a piece that opens the text has it.
     """
 
-    def __init__(self, file: Path, legacy: bool):
+    def __init__(self, file: Path, legacy: bool, content: bytes | None = None):
+        """Read `file`, or `content`, which messages call by the name of `file`."""
         import sentencepiece
 
-        model = read_bytes(file, MAX_TOKENIZER_BYTES)
+        model = read_bytes(file, MAX_TOKENIZER_BYTES) if content is None else content
         if (known := other_format(model)) and not model.startswith(PIECE):
             raise UsageError(f"{file} is {known}, not a SentencePiece model; fetch the model's tokenizer.json.")
         try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.io.gguf import is_gguf
 from et_jax.io.schema import (
     MAX_EOS_IDS,
     MAX_TEMPLATE_BYTES,
@@ -20,18 +21,21 @@ from et_jax.io.schema import (
 from et_jax.io.values import shown
 from et_jax.text.backends import JsonBackend, SentencePieceBackend
 from et_jax.text.chat import Template
+from et_jax.text.gguf import gguf_tokenizer
 from et_jax.text.tokenizer import Tokenizer
 
 _LEAST_SHARE = 0.5  # of a model's vocabulary that its tokenizer has names for; the rest is padding
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer in `folder`: its tokenizer.json, or else its tokenizer.model.
+    """Return the tokenizer in `folder`: its tokenizer.json, or else its tokenizer.model; or that of a GGUF file.
 
     Raises UsageError where there is neither, a file cannot be read or says what cannot be, or the tokenizer
     is not of the vocabulary in config.json.
     """
     folder = Path(folder)
+    if is_gguf(folder):
+        return gguf_tokenizer(folder)
     places = {name: folder / f"{name}.json" for name in ("tokenizer_config", "special_tokens_map")}
     values = {name: read_optional(place) for name, place in places.items()}
     settings = checked(values["tokenizer_config"], SettingsFile, places["tokenizer_config"])

@@ -1,0 +1,266 @@
+"""GGUF, the file format of llama.cpp: values by key and the places of tensors, read with care.
+
+A file comes from strangers. Every count and length is compared with the bytes that are left before room is made, so
+that no more memory is taken than the file has. Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+"""
+
+import dataclasses
+import functools
+import math
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from et_jax.errors import UsageError
+from et_jax.io.schema import check_regular, named
+
+MAGIC, SUFFIX = b"GGUF", ".gguf"
+_VERSIONS = (2, 3)
+_AGAIN = "fetch the file again"
+_NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8"}
+_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_MOST_AXES = 4
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+"""The dtypes of tensors that are not quantised."""
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor lies: `kind` is its type in ggml's words, `shape` has the fastest axis last, `begin` is a byte."""
+
+    file: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+
+    def numbers(self, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """Return the tensor, or the `rows` of its first axis from one to before another; a copy.
+
+        A quantised tensor is float32, any other as it is stored. Raises UsageError where the file is shorter now.
+        """
+        first, end = rows or (0, self.shape[0])
+        shape = (end - first, *self.shape[1:])
+        begin, length = (_bytes(self.kind, count * math.prod(shape[1:])) for count in (first, end - first))
+        with self.file.open("rb") as reader:
+            stored = np.fromfile(reader, np.uint8, length, offset=self.begin + begin)
+        if len(stored) < length:
+            raise UsageError(f"{self.file} ends within the tensor {self.name}; {_AGAIN}.")
+        if self.kind in FLOATS:
+            return stored.view(FLOATS[self.kind]).reshape(shape)
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return dequantize(stored.reshape(math.prod(shape[:-1]), -1), GGMLQuantizationType[self.kind]).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gguf:
+    """What the header of a file says, and those of the files that it is split into."""
+
+    file: Path
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Place]
+
+
+@functools.cache
+def block_of(kind: str) -> tuple[int, int]:
+    """Return how many numbers a block of a type holds, and its bytes. Raises UsageError for types without a decoder."""
+    if kind in FLOATS:
+        return 1, FLOATS[kind].itemsize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    quantised = GGMLQuantizationType[kind]
+    count, size = GGML_QUANT_SIZES[quantised]
+    try:
+        dequantize(np.zeros((1, size), np.uint8), quantised)
+    except NotImplementedError as error:
+        raise UsageError(
+            f"Tensors of the type {kind} are not supported; use a file of another type, such as Q8_0."
+        ) from error
+    return count, size
+
+
+def _bytes(kind: str, count: int) -> int:
+    """Return the bytes of so many numbers, which fill whole blocks."""
+    block, size = block_of(kind)
+    return count // block * size
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path is named as GGUF files are."""
+    return Path(path).suffix.lower() == SUFFIX
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """Return the one GGUF file of a folder without config.json, the first of a split one; None where there is none.
+
+    Raises UsageError where there are several.
+    """
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(one for one in folder.iterdir() if is_gguf(one) and one.is_file())
+    whole = [file for file in files if (split := _SPLIT.search(file.name)) is None or int(split[1]) == 1]
+    if len(whole) > 1:
+        names = ", ".join(file.name for file in whole[:4])
+        raise UsageError(f"{folder} holds {len(whole)} GGUF files ({names}); name the one to load.")
+    return whole[0] if whole else None
+
+
+def read_gguf(file: Path) -> Gguf:
+    """Return what a file says of a model. A file that is split is read with the others, which lie beside it.
+
+    Raises UsageError where a file is absent, damaged, of another version, or says what cannot be.
+    """
+    size = check_regular(file)
+    return _read(file, size, file.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(file: Path, size: int, changed: int) -> Gguf:  # both are a part of what is kept
+    first = _Reader(file).header()
+    split = _SPLIT.search(file.name)
+    count = first.values.get("split.count", 1)
+    if not isinstance(count, int) or count < 2:
+        return first
+    if split is None or int(split[2]) != count:
+        raise UsageError(f"{file} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf.")
+    tensors: dict[str, Place] = {}
+    values: dict[str, Any] = {}
+    for number in range(1, count + 1):
+        part = file.with_name(_SPLIT.sub(f"-{number:05}-of-{count:05}.gguf", file.name))
+        if not part.exists():
+            raise UsageError(f"{file} is one of {count} parts, and {part.name} is not beside it; fetch that file too.")
+        found = _Reader(part).header()
+        if twice := tensors.keys() & found.tensors.keys():
+            raise UsageError(f"{part} holds {named(min(twice))}, which another part has too; {_AGAIN}.")
+        tensors |= found.tensors
+        values = {**found.values, **values}
+    return Gguf(file=file, values=values, tensors=tensors)
+
+
+class _Reader:
+    """A file that is read from its first byte on."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._size, self._at = file, check_regular(file), 0
+        if self._size < 24:
+            raise self._damaged("it is too short")
+        with file.open("rb") as opened:
+            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def header(self) -> Gguf:
+        if self._take(4) != MAGIC:
+            raise UsageError(f"{self._file} is no GGUF file; name one that is, or a folder that holds a model.")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise UsageError(
+                f"{self._file} is of GGUF version {version}, or of another byte order; versions 2 and 3 are supported."
+            )
+        num_tensors, num_values = self._count(24), self._count(13)
+        values: dict[str, Any] = {}
+        for _ in range(num_values):
+            key = self._text()
+            if key in values:
+                raise self._damaged(f"the key {named(key)} stands twice")
+            values[key] = self._value(self._number("I"))
+        places = [self._tensor() for _ in range(num_tensors)]
+        alignment = values.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged("general.alignment is no power of two")
+        return Gguf(file=self._file, values=values, tensors=self._placed(places, -(-self._at // alignment) * alignment))
+
+    def _placed(self, places: list[Place], data: int) -> dict[str, Place]:
+        """Return tensors by name, each within the file and apart from the others."""
+        found: dict[str, Place] = {}
+        end = data
+        for place in sorted(places, key=lambda place: place.begin):
+            block, _ = block_of(place.kind)
+            begin, count = data + place.begin, math.prod(place.shape)
+            if place.name in found:
+                raise self._damaged(f"the tensor {named(place.name)} stands twice")
+            if place.shape[-1] % block:
+                raise self._damaged(f"the rows of {named(place.name)} do not fill blocks of {block}")
+            if begin < end:
+                raise self._damaged(f"the tensor {named(place.name)} begins within another")
+            end = begin + _bytes(place.kind, count)
+            if end > self._size:
+                raise self._damaged(f"the tensor {named(place.name)} ends beyond the file")
+            found[place.name] = dataclasses.replace(place, begin=begin)
+        return found
+
+    def _tensor(self) -> Place:
+        name = self._text()
+        axes = self._number("I")
+        if not 1 <= axes <= _MOST_AXES:
+            raise self._damaged(f"the tensor {named(name)} has {axes} axes")
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        if not 0 < math.prod(shape) <= 8 * self._size:
+            raise self._damaged(f"the tensor {named(name)} has more numbers than the file has room for")
+        kind, begin = self._number("I"), self._number("Q")
+        return Place(file=self._file, name=name, kind=self._kind(kind, name), shape=shape, begin=begin)
+
+    def _kind(self, number: int, name: str) -> str:
+        plain = {0: "F32", 1: "F16", 30: "BF16"}
+        if number in plain:
+            return plain[number]
+        from gguf import GGMLQuantizationType
+
+        try:
+            return GGMLQuantizationType(number).name
+        except ValueError as error:
+            raise UsageError(
+                f"{self._file}: the tensor {named(name)} is of the unknown type {number}; use a file of another type, "
+                "such as Q8_0."
+            ) from error
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind != _ARRAY:
+            return self._numbers(kind, 1)[0].item()
+        kind = self._number("I")
+        if kind == _TEXT:
+            return [self._text() for _ in range(self._count(8))]
+        count = self._count(np.dtype(_NUMBERS.get(kind, "u1")).itemsize)
+        return self._numbers(kind, count).copy()
+
+    def _numbers(self, kind: int, count: int) -> np.ndarray:
+        if kind not in _NUMBERS:
+            raise self._damaged(f"a value is of the unknown type {kind}")
+        dtype = np.dtype("<" + _NUMBERS[kind])
+        numbers = np.frombuffer(self._take(count * dtype.itemsize), dtype)
+        return numbers != 0 if kind == _BOOL else numbers
+
+    def _text(self) -> str:
+        try:
+            return self._take(self._count(1)).decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged("a text is not UTF-8") from error
+
+    def _count(self, least: int) -> int:
+        """Return a count of what takes `least` bytes each, which the rest of the file has room for."""
+        count = self._number("Q")
+        if count * least > self._size - self._at:
+            raise self._damaged(f"byte {self._at - 8} counts {count}, for which there is no room")
+        return count
+
+    def _number(self, form: str) -> int:
+        return struct.unpack("<" + form, self._take(struct.calcsize("<" + form)))[0]
+
+    def _take(self, count: int) -> bytes:
+        begin, self._at = self._at, self._at + count
+        if self._at > self._size:
+            raise self._damaged("it ends within its header")
+        return self._bytes[begin : self._at]
+
+    def _damaged(self, why: str) -> UsageError:
+        return UsageError(f"{self._file} is truncated or damaged ({why}); {_AGAIN}.")

