@@ -231,7 +231,7 @@ class _Reader:
         if kind == _TEXT:
             return [self._text() for _ in range(self._count(8))]
         count = self._count(np.dtype(_NUMBERS.get(kind, "u1")).itemsize)
-        return self._numbers(kind, count).copy()
+        return self._numbers(kind, count).tolist()
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         if kind not in _NUMBERS:

@@ -198,11 +198,11 @@ def _rope_scaling(gguf: Gguf, given: Any) -> dict[str, Any] | None:
 
 def _each_layer(gguf: Gguf, name: str, value: Any) -> Any:
     """Return a number that may be said once for each layer. Raises UsageError where layers differ in it."""
-    if not isinstance(value, np.ndarray):
+    if not isinstance(value, list):
         return value
-    if len(set(value.tolist())) != 1:
+    if len(set(value)) != 1:
         raise UsageError(f"{gguf.file}: layers of different {name} are not supported; use another model.")
-    return int(value[0])
+    return value[0]
 
 
 def _share(whole: Any, parts: Any) -> int | None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from et_jax.errors import UsageError
 from et_jax.io.gguf import read_gguf
 from et_jax.io.schema import MAX_EOS_IDS, MAX_TEMPLATE_BYTES, named
@@ -58,7 +60,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
     tokens, types = given("tokens"), given("token_type")
     if not tokens or not isinstance(tokens, list):
         raise UsageError(f"{file} has no tokenizer; use a file with tokenizer.ggml.tokens.")
-    types = [1] * len(tokens) if types is None else [int(one) for one in types]
+    types = [1] * len(tokens) if types is None else list(types)
     if len(types) != len(tokens):
         raise UsageError(f"{file} has {len(tokens)} tokens and {len(types)} of their types; fetch the file again.")
     kind, rule = given("model"), given("pre") or "default"
@@ -67,7 +69,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
         backend: Backend = _byte_pairs(file, tokens, types, given("merges") or [], rule)
         add_bos = rule in _WHOLE_WORDS if add_bos is None else add_bos
     elif kind == "llama":
-        backend = _sentence_pieces(file, tokens, types, given("scores"), given("add_space_prefix"))
+        backend = _sentence_pieces(file, tokens, types, given("scores") or [], given("add_space_prefix"))
         add_bos = True if add_bos is None else add_bos
     else:
         raise UsageError(f"{file}: tokenizers of the kind {named(str(kind))} are not supported, only gpt2 and llama.")
@@ -99,35 +101,43 @@ def _token(tokens: Sequence[str], id: Any) -> str | None:
 def _byte_pairs(
     file: Path, tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], rule: str
 ) -> JsonBackend:
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
+    """Return a backend of these tokens and merges, written as a tokenizer.json."""
     if rule not in _RULES:
         raise UsageError(f"{file}: the splitting rule {named(rule)} is not supported; use one of {', '.join(_RULES)}.")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         raise UsageError(f"{file} has a token twice; fetch the file again.")
-    try:
-        built = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=rule in _WHOLE_WORDS))
-    except Exception as error:  # the library raises nothing narrower
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"{file} has no readable tokenizer ({reason}); fetch the file again.") from error
-    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in _RULES[rule]]
-    built.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    built.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [token for token, one in zip(tokens, types, strict=True) if one == kind]
-        built.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
-    return JsonBackend(file, built.to_str().encode())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": id, "content": token, "special": kind == _CONTROL, **plain}
+        for id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in _RULES[rule]
+    ]
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [merge.split(" ", 1) for merge in merges],
+        "ignore_merges": rule in _WHOLE_WORDS,
+    }
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "decoder": byte_level,
+        "model": model,
+    }
+    return JsonBackend(file, msgspec.json.encode(content))
 
 
 def _sentence_pieces(
-    file: Path, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float] | None, prefix: bool | None
+    file: Path, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], prefix: bool | None
 ) -> SentencePieceBackend:
     """Return a backend of the SentencePiece model that these tokens were taken from."""
-    if scores is None or len(scores) != len(tokens):
+    if len(scores) != len(tokens):
         raise UsageError(f"{file} has no score for each of its {len(tokens)} tokens; fetch the file again.")
     pieces = []
     for token, score, kind in zip(tokens, scores, types, strict=True):

@@ -1,0 +1,131 @@
+"""Tokenizers of GGUF files, against the files that they were made from and against llama.cpp."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+from gguf_files import close
+from places import GOLDEN
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from et_jax.errors import UsageError
+from et_jax.text import load_tokenizer
+
+LINES = [
+    "The cat sat on the mat; it's 12345.67 euros, isn't it?",
+    "Das Mädchen ißt Äpfel\r\n\r\n\tdef f(x):\n        return x**2  # ok\n\n\n",
+    "猫が好き。 🐈‍⬛🐈 naïve café — ﷽ ١٢٣ Ⅷ ½",
+    "CamelCase snake_case HTTPServer2 'S 'Re O'REILLY <|im_start|>user",
+    " \x00\x07 a\u00a0b\u3000c\u200bd  ",
+]
+
+
+def with_tokens(file, kind, tokens, types=None, scores=None, **values):
+    """Write a file that holds a tokenizer and nothing else."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    if types is not None:
+        writer.add_token_types(types)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    for name, value in values.items():
+        add = {int: writer.add_uint32, bool: writer.add_bool, str: writer.add_string, list: writer.add_array}
+        prefix = "tokenizer." if name == "chat_template" else "tokenizer.ggml."
+        add[type(value)](prefix + name, value)
+    close(writer)
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A byte-level BPE whose merges cross every boundary that a rule may set."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    library.train_from_iterator([line[i : i + 24] for line in LINES for i in range(0, 60, 6)] * 2, trainer)
+    parts = json.loads(library.to_str())["model"]
+    tokens = sorted(parts["vocab"], key=parts["vocab"].get)
+    return library, tokens, [" ".join(pair) for pair in parts["merges"]]
+
+
+def test_byte_pairs_are_those_of_the_library_between_the_splits(trained, tmp_path):
+    """A rule splits a text, and the parts are encoded as the library encodes each by itself."""
+    library, tokens, merges = trained
+    types = [3, 3] + [1] * (len(tokens) - 2)
+    file = with_tokens(tmp_path / "m.gguf", "gpt2", tokens, types, pre="smollm", merges=merges, eos_token_id=1)
+    tokenizer = load_tokenizer(file)
+    parts = ["The", " cat", " ", "1", "2", "3", "!"]
+    assert tokenizer.encode("".join(parts)) == [id for part in parts for id in library.encode(part).ids]
+    assert tokenizer.eos_ids == (1,) and tokenizer.bos_id is None
+    for line in LINES:
+        assert tokenizer.decode(tokenizer.encode(line)) == line.replace("<|im_start|>", "")
+    assert tokenizer.encode("<|im_start|>user")[0] == 0
+
+
+def test_every_rule_splits_as_llama_cpp_does(trained, tmp_path):
+    expected = json.loads((GOLDEN / "gguf_tokens.json").read_text())
+    _, tokens, merges = trained
+    assert expected.keys() == {"default", "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"}
+    for rule, ids in expected.items():
+        types = [3, 3] + [1] * (len(tokens) - 2)
+        file = with_tokens(tmp_path / f"{rule}.gguf", "gpt2", tokens, types, pre=rule, merges=merges)
+        found = [load_tokenizer(file).backend.encode(line, special=False) for line in LINES]
+        assert found == ids, rule
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentence_pieces_are_those_of_the_library(prefix, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("\n".join(" ".join(line.split()).replace("\x00", "") for line in LINES) * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "m"), vocab_size=500, model_type="bpe", byte_fallback=True,
+        add_dummy_prefix=prefix, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        user_defined_symbols=["  "], minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    ids = range(library.vocab_size())
+    kinds = {"IsUnknown": 2, "IsControl": 3, "IsByte": 6}
+    types = [next((kind for ask, kind in kinds.items() if getattr(library, ask)(id)), 1) for id in ids]
+    types[library.piece_to_id("▁▁")] = 4
+    file = with_tokens(
+        tmp_path / "m.gguf", "llama", [library.id_to_piece(id) for id in ids], types,
+        [library.get_score(id) for id in ids], add_space_prefix=prefix, bos_token_id=1, eos_token_id=2,
+        chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+    )  # fmt: skip
+    tokenizer = load_tokenizer(file)
+    for line in LINES:
+        assert tokenizer.encode(line) == [1, *library.encode(line)]
+        assert tokenizer.decode(library.encode(line)) == library.decode(library.encode(line))
+    assert tokenizer.chat([{"role": "user", "content": "The cat"}])[:1] == [1]
+    assert tokenizer.chat([{"role": "user", "content": "The cat"}])[-1:] == [2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kind": "bert"}, "tokenizers of the kind bert are not supported"),
+        ({"pre": "kimi-k2"}, "the splitting rule 'kimi-k2' is not supported; use one of default, "),
+        ({"tokens": ["a", "a"]}, "has a token twice"),
+        ({"types": [1]}, "has 2 tokens and 1 of their types"),
+        ({"kind": "llama"}, "no score for each of its 2 tokens"),
+        ({"merges": ["a c"]}, "is not a readable tokenizer"),
+    ],
+)
+def test_what_cannot_be_a_tokenizer_is_named(changes, sentence, tmp_path):
+    values = {"kind": "gpt2", "tokens": ["a", "b"], "pre": "smollm"} | changes
+    with pytest.raises(UsageError, match=sentence):
+        load_tokenizer(with_tokens(tmp_path / "m.gguf", **values))
+    with pytest.raises(UsageError, match="has no tokenizer"):
+        writer = gguf.GGUFWriter(tmp_path / "none.gguf", "llama")
+        writer.add_tensor("x", np.zeros(4, np.float32))
+        close(writer)
+        load_tokenizer(tmp_path / "none.gguf")
