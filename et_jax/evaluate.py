@@ -59,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument(
-        "--model", default="bundled", help="bundled (default), bundled-small, a Hugging Face folder, or a hub name"
+        "--model",
+        default="bundled",
+        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, or a hub name",
     )
     p.add_argument(
         "--task",

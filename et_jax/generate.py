@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument(
-        "--model", default="bundled", help="bundled (default), bundled-small, a Hugging Face folder, or a hub name"
+        "--model",
+        default="bundled",
+        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, or a hub name",
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")

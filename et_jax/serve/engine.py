@@ -54,7 +54,10 @@ def load(
     compilation_cache: str | Path | None = PROGRAMS,
     progress: Callable[[str], None] | None = None,
 ) -> Model:
-    """Return a model ready to generate: "bundled", "bundled-small", a Hugging Face folder, or a hub name "owner/model".
+    """Return a model ready to generate.
+
+    `name` is "bundled", "bundled-small", "smollm2", "gemma3-270m", a Hugging Face folder, a GGUF file, or a hub name
+    "owner/model".
 
     Or `name` is a model itself, a `flax.nnx.Module`: called as `module(tokens, positions)`, both [batch, length], it
     returns logits [batch, length, vocabulary]. It comes with a `config` and a `tokenizer`: a tokenizer.json, a folder
