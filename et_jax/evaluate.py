@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model",
         default="bundled",
-        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, or a hub name",
+        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, a hub name",
     )
     p.add_argument(
         "--task",

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model",
         default="bundled",
-        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, or a hub name",
+        help="bundled (default), bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, a hub name",
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
