@@ -28,7 +28,7 @@ from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
 from et_jax.io.texts import read_text
 from et_jax.io.values import whole
-from et_jax.models.bundled import named_folder
+from et_jax.models.local import local_model
 from et_jax.tasks import files
 from et_jax.tasks.answers import plot, summary, table
 from et_jax.tasks.asking import counter, evaluate, grid
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     _check(args, tasks, lengths)
     read = {f"--{name}": _path(getattr(args, name)) for name in ("haystack", "prompts")}
     written = {"--json": None if args.json == "-" else _path(args.json), "--plot": _path(args.plot)}
-    check_paths(read, written, named_folder(args.model))
+    check_paths(read, written, local_model(args.model))
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
     control = preset(args.control, **flags.given(args, KNOBS))
     from et_jax.serve.engine import load

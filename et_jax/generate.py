@@ -148,7 +148,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path
     from et_jax.cli.paths import check_paths
-    from et_jax.models.bundled import named_folder
+    from et_jax.models.local import local_model
 
     def path(name: str) -> Path | None:
         return None if getattr(args, name) is None else Path(getattr(args, name))
@@ -157,7 +157,7 @@ def _check_paths(args: argparse.Namespace) -> None:
     if args.output is not None:
         written["the manifest of --output,"] = manifest_path(Path(args.output))
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
-    check_paths({"--input": path("input")}, written, named_folder(args.model))
+    check_paths({"--input": path("input")}, written, local_model(args.model))
 
 
 def _run_check(args: argparse.Namespace) -> int:
@@ -286,7 +286,7 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.batch.ray import cluster, folder
     from et_jax.cli.paths import check_paths
     from et_jax.io import values
-    from et_jax.models.bundled import named_folder
+    from et_jax.models.local import local_model
 
     jax.config.update("jax_platforms", "cpu")  # accelerators are the actors'
     signals.said = _RESUME.format(args.output)
@@ -301,7 +301,7 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
     engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform))
     placed = folder.shards(args.input, Path(args.output))
     for source, output in placed.items():
-        check_paths({"--input": source}, {"--output": output}, named_folder(args.model))
+        check_paths({"--input": source}, {"--output": output}, local_model(args.model))
     settings = _settings(args, engine, defaults, platform)
     print(folder.run(placed, settings, engine, defaults, fleet, told=args.verbose), file=sys.stderr)
     return 0

@@ -87,7 +87,9 @@ def _spelled(name: str) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a model's folder, and below its orbax."""
+    """Yield what lies in a model's folder, and below its orbax; or the one file of a model."""
+    if folder.is_file():
+        yield folder
     orbax = folder / "orbax"
     yield from (file for file in folder.glob("*") if file.is_file())
     yield from (file for file in orbax.rglob("*") if file.is_file())

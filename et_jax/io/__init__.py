@@ -4,7 +4,7 @@ values              what callers give: each as a plain one of the kind that is w
 knobs               settings that are fields of a dataclass, with what each means and its bounds
 files, checksums    files whole or not there; folders whose every file has a checksum
 texts               files of text that a user names
-schema              what the JSON files of a model folder may say
+schema, gguf        what the JSON files of a model folder may say; the values and tensors of a GGUF file
 terminal, bar       what a stream is able to show; a progress bar
 known               figures of which some are not known, told as missing
 html                plain values as HTML: tables, text coloured by entropy

@@ -107,7 +107,10 @@ def gguf_in(folder: Path) -> Path | None:
     """
     if (folder / "config.json").exists():
         return None
-    files = sorted(one for one in folder.iterdir() if is_gguf(one) and one.is_file())
+    try:
+        files = sorted(one for one in folder.iterdir() if is_gguf(one) and one.is_file())
+    except OSError:  # a folder that may not be read, of which reading config.json will say so
+        return None
     whole = [file for file in files if (split := _SPLIT.search(file.name)) is None or int(split[1]) == 1]
     if len(whole) > 1:
         names = ", ".join(file.name for file in whole[:4])

@@ -1,6 +1,5 @@
 """Where the bundled models lie: Hugging Face folders inside the package, one of about 8 MB and one of about 1.5."""
 
-import os
 from pathlib import Path
 
 _FOLDERS = {"bundled": "bundled", "bundled-small": "bundled_small"}
@@ -14,9 +13,3 @@ def is_bundled(name: str | Path) -> bool:
 def bundled_folder(name: str = "bundled") -> Path:
     """Return the folder of a model that is installed with the package."""
     return Path(__file__).parent / _FOLDERS[name]
-
-
-def named_folder(name: str) -> Path | None:
-    """Return the folder that `name` has on this machine without a download: a bundled one, or a path."""
-    folder = bundled_folder(name) if is_bundled(name) else Path(os.path.expanduser(name))
-    return folder if os.path.isdir(folder) else None  # no, where there can be no such name

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io.gguf import gguf_in, is_gguf
 from et_jax.io.schema import named
-from et_jax.models.bundled import bundled_folder, is_bundled
 from et_jax.models.checkpoint import read_config
-from et_jax.models.packaged import PACKAGED, packaged_file
+from et_jax.models.local import local_model
 
 HUB_FILES = (
     "config.json",
@@ -27,26 +25,17 @@ _PATIENCE = 5.0  # seconds that the hub has to answer at all
 
 
 def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, config_only: bool = False) -> Path:
-    """Return the folder of a model: a bundled one by its name, `name` itself, or the local copy of `owner/model`.
-
-    A GGUF file may stand for a folder: `name` itself, the one in the folder, or that of an installed package
-    (`packaged`).
+    """Return the folder or GGUF file of a model: that of `local_model`, or the local copy of `owner/model`.
 
     From the hub config.json comes first: `check`, by default `read_config`, sees its folder before any
     weight is downloaded, and with `config_only` nothing else is. A hub that cannot be reached is asked once;
     then what the cache holds serves. The token and the cache are the hub library's own (HF_TOKEN, HF_HOME).
     Raises UsageError where there is no such model.
     """
-    if is_bundled(name):
-        return bundled_folder(str(name))
-    if str(name) in PACKAGED:
-        return packaged_file(str(name))
+    if (found := local_model(name)) is not None:
+        return found
     try:
         folder = Path(name).expanduser()
-        if folder.is_dir():
-            return gguf_in(folder) or folder
-        if is_gguf(folder) and folder.exists():
-            return folder
         if folder.exists():
             raise UsageError(
                 f"{name} is a file; name a GGUF file, or the folder that holds config.json and the safetensors."

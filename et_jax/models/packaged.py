@@ -42,13 +42,19 @@ def packaged_file(name: str) -> Path:
     """
     model = PACKAGED[name]
     parts = [_found(name, *part) for part in model.parts]
-    file = parts[0]
+    file = parts[0] if len(parts) == 1 else cache_folder() / "models" / f"{name}.gguf"
+    stamp = cache_folder() / "models" / f"{name}.checked"  # of the file whose sum was worked out
+    if file.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == _stamp(file):
+        return file
+    content = b"".join(part.read_bytes() for part in parts)
+    if hashlib.sha256(content).hexdigest() != model.sha256:
+        raise UsageError(f"{parts[0].parent} is damaged (another SHA-256); run: {model.install} --force-reinstall")
     if len(parts) > 1:
-        file = cache_folder() / "models" / f"{name}.gguf"
-        if not file.exists() or file.stat().st_size != sum(part.stat().st_size for part in parts):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, b"".join(part.read_bytes() for part in parts))
-    _check_sum(name, file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, content)
+    with contextlib.suppress(OSError, UsageError):  # a cache that cannot be written
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(stamp, _stamp(file))
     return file
 
 
@@ -61,18 +67,6 @@ def _found(name: str, module: str, file: str) -> Path:
     raise UsageError(f"{name} is not installed; run: {PACKAGED[name].install}")
 
 
-def _check_sum(name: str, file: Path) -> None:
-    """Raise UsageError where the file has another sum. Once for each file: its size and time are kept in the cache."""
+def _stamp(file: Path) -> str:
     found = file.stat()
-    stamp, kept = f"{file} {found.st_size} {found.st_mtime_ns}", cache_folder() / "models" / f"{name}.checked"
-    if kept.exists() and kept.read_text(encoding="utf-8") == stamp:
-        return
-    with file.open("rb") as reader:
-        if hashlib.file_digest(reader, "sha256").hexdigest() != PACKAGED[name].sha256:
-            raise UsageError(
-                f"{file} is damaged (its SHA-256 is another); delete it and run: {PACKAGED[name].install} "
-                "--force-reinstall"
-            )
-    with contextlib.suppress(OSError, UsageError):  # a cache that cannot be written
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(kept, stamp)
+    return f"{file} {found.st_size} {found.st_mtime_ns}"

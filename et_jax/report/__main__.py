@@ -55,12 +55,12 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 def _decode(model: str) -> "Decode | None":
     """The `decode` of a model's tokenizer; None, and a word about it, where there is none on this machine."""
-    from et_jax.models.bundled import named_folder
+    from et_jax.models.local import local_model
     from et_jax.text import load_tokenizer
 
     try:
-        if (folder := named_folder(model)) is None:
-            raise UsageError(f"there is no folder {excerpt(model)} here")
+        if (folder := local_model(model)) is None:
+            raise UsageError(f"there is no model {excerpt(model)} here")
         return load_tokenizer(folder).decode
     except UsageError as error:
         print(f"alternatives are told by their ids: {error}", file=sys.stderr)

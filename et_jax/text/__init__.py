@@ -1,6 +1,7 @@
 """Text to ids and back.
 
     loading -> tokenizer -> backends: tokenizer.json or tokenizer.model
+            -> gguf: that of a GGUF file
 
 `chat` renders conversations, and `masked` keeps special tokens that a message spells as text. `detokenizer` and
 `stop_strings` are for ids that come one by one. `expressions` tries out a tokenizer's regular expressions. What

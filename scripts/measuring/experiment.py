@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from et_jax.errors import UsageError
-from et_jax.models.bundled import named_folder
+from et_jax.models.local import local_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _check(field: dataclasses.Field, given: Any) -> None:
     for one in given if isinstance(given, tuple) else (given,):
         if facts["kind"] == "text" and not Path(one).is_file():
             raise UsageError(f"{flag} is {one}; name a file that exists.")
-        if facts["kind"] == "model" and _is_path(one) and named_folder(one) is None:
+        if facts["kind"] == "model" and _is_path(one) and local_model(one) is None:
             raise UsageError(f"{flag} is {one}; name a folder that exists, or a model.")
         if facts["choices"] is not None and one not in facts["choices"]:
             raise UsageError(f"{flag} is {one}; choose one of {', '.join(facts['choices'])}.")
