@@ -21,6 +21,7 @@ from et_jax.models.checkpoint import load, loaded_dtype, read_config, remarks, w
 from et_jax.models.families.registry import from_hugging_face
 from et_jax.models.hub import resolve
 from et_jax.models.params import abstract
+from et_jax.models.weights import Int8
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -96,6 +97,7 @@ def test_quantised_weights_are_bfloat16_and_those_of_16_bits_are_not_touched(tmp
         assert kind in {place.kind for place in read_gguf(file).tensors.values()}
         stored = read_gguf(file).tensors["blk.0.attn_output.weight"]  # rows of one block keep their 8 bits
         eight = load(file, quantize="int8")[1].layers[0].o
+        assert isinstance(eight, Int8)
         found = np.asarray(eight.array, np.float32) * np.asarray(eight.scale)[:, None]
         np.testing.assert_allclose(found, stored.numbers(), rtol=1e-6)
 

@@ -31,7 +31,8 @@ def parts(tmp_path, monkeypatch):
 
 def test_a_model_in_parts_is_put_together_once(parts, monkeypatch):
     file = local_model("smollm2")
-    assert file == parts / "cache/et_jax/models/smollm2.gguf" and file.read_bytes() == b"GGUF"
+    assert file == parts / "cache/et_jax/models/smollm2.gguf"
+    assert (parts / "cache/et_jax/models/smollm2.gguf").read_bytes() == b"GGUF"
     assert "one_part" not in sys.modules
     monkeypatch.setattr(packaged.hashlib, "sha256", None)  # the sum of the same file is not worked out again
     assert local_model("smollm2") == file
