@@ -30,7 +30,7 @@ ARCHITECTURES = {
 def write_gguf(file: Path, folder: Path, kind: str = "F32", parts: int = 0) -> None:
     """Write the model in `folder` with its matrices in `kind`; in about so many `parts` if any are asked for."""
     config = json.loads((folder / "config.json").read_text())
-    arch: str = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    arch = ARCHITECTURES.get(name := str(config["model_type"]), name)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=9 if parts else 0)
     add_values(writer, config, arch)
     tensors = load_file(folder / "model.safetensors")
