@@ -1,4 +1,4 @@
-"""A real model from an installed package: it answers, and reading a part of the blocks at tolerance 0 changes nothing."""
+"""A real model from an installed package: it answers, and block selection at tolerance 0 changes nothing."""
 
 import importlib.util
 
