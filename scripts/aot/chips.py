@@ -157,8 +157,8 @@ GPT_OSS = MEDIUM | {"model": GPT_OSS_20B, "num_layers": 24, "functions": DECODE}
 _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("small", (), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256}),
     ("llama3_8b, 2 layers", (V5E, V6E, HOPPER), LARGE | {"model": LLAMA3_8B}),
-    ("llama3_8b, 32 layers", (), WHOLE),
-    ("gemma2_2b, 26 layers", (V5E, HOPPER), DEEP | {"model": GEMMA2_2B, "num_layers": 26, "max_length": 16384}),
+    ("llama3_8b, 32 layers", (V5E,), WHOLE),
+    ("gemma2_2b, 26 layers", (V5E, V6E, HOPPER), DEEP | {"model": GEMMA2_2B, "num_layers": 26, "max_length": 16384}),
     ("gemma3_4b, 34 layers", (V5E, HOPPER), DEEP | {"model": GEMMA3_4B, "num_layers": 34, "max_length": 16384}),
     # TPUs have too little memory for its weights
     ("phi_4, 40 layers", (V5E, V6E), DEEP | {"model": PHI_4, "num_layers": 40, "max_length": 8192}),
@@ -169,25 +169,25 @@ _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("entropyinfer qwen3_8b", (V6E, HOPPER), WHOLE_QWEN | INFER),
     ("last masses", (V6E, HOPPER), WHOLE | {"control": "paper", "functions": DECODE}),
     ("compressed", (V6E,), WHOLE | {"control": "certified", "cache_budget": 1024, "functions": ("decode", "compress")}),
-    ("int8 cache", (V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "int8"}),
+    ("int8 cache", (V5E, V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "int8"}),
     ("fp8 cache", (V5E, V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "fp8"}),
     ("self", (V5E, V6E), WHOLE | {"drafts": 8, "functions": DECODE}),
     # TPUs have too little memory for its weights
     ("qwen3_30b_a3b, 48 layers", (V5E, V6E), MEDIUM | {"model": QWEN3_30B_A3B, "num_layers": 48, "functions": DECODE}),
-    ("qwen3_30b_a3b", (V6E, HOPPER), MEDIUM | {"model": QWEN3_30B_A3B, "functions": BOTH}),
+    ("qwen3_30b_a3b", (V5E, V6E, HOPPER), MEDIUM | {"model": QWEN3_30B_A3B, "functions": BOTH}),
     # only an H200 has the memory for its weights, 42 GB; in int8 they are 21 GB, too much for a TPU v5e
     ("gpt_oss_20b, 24 layers", (V5E, V6E, HOPPER), GPT_OSS),
     ("gpt_oss_20b W8A8, 24 layers", (V5E, V6E, HOPPER), GPT_OSS | {"quantize": "int8"}),
-    # two layers, on a TPU v5e alone: the other chips compile the full depth
+    # two layers
     (
         "gpt_oss_20b",
-        (V6E, HOPPER),
+        (V5E, V6E, HOPPER),
         GPT_OSS | {"model": GPT_OSS_20B | {"windows": (128, None)}, "num_layers": 2, "functions": BOTH},
     ),
     # slices of TPUs compile the full depth
     ("mixtral_8x7b", (V5E, V6E), MEDIUM | {"model": MIXTRAL_8X7B, "functions": DECODE}),
-    # a step of drafts is compiled for an H200 by "self", in full depth
-    ("drafts", (V6E, HOPPER), OF_TWO | {"drafts": 4}),
+    # steps of drafts are compiled for an H200 by "self" and for a TPU v5e by a notebook
+    ("drafts", (V5E, V6E, HOPPER), OF_TWO | {"drafts": 4}),
     ("turns", (V6E, V5E), OF_TWO | {"control": "ead_guarded"}),
 )
 # Kernels that a layer of `decode` launches at most on an H200, in the loop over layers (`aot.launches`), by the names

@@ -46,13 +46,14 @@ def warm_when_unsure(signals: Signals, state: ControlState) -> ControlState:
 class Run:
     """A decoder of a notebook: its settings as `load` takes them, and the functions that differ from its other ones.
 
-    `own` tells that it serves the module of `own_model`, else the bundled model.
+    `own` tells that it serves the module of `own_model`, else the bundled model. `usual` as in `Program`.
     """
 
     name: str
     settings: dict[str, Any]
     functions: tuple[str, ...] = ("decode",)
     own: bool = False
+    usual: bool = True
 
 
 _START = {"max_num_seqs": 4, "max_model_len": 512}
@@ -69,7 +70,7 @@ RUNS = (
     Run(name="long_context guarded", settings=_LONG | {"control": "guarded"}),
     Run(name="long_context certified", settings=_LONG | {"control": "certified"}, functions=("decode", "prefill")),
     Run(name="own_model", settings=_OWN, functions=("decode", "prefill"), own=True),
-    Run(name="own_model certified", settings=_OWN | {"control": _CERTIFIED}, own=True),
+    Run(name="own_model certified", settings=_OWN | {"control": _CERTIFIED}, own=True, usual=False),
     Run(name="own_model drafts", settings=_OWN | {"draft": "lookup"}, own=True),
 )
 
@@ -77,7 +78,12 @@ RUNS = (
 def notebook_programs() -> list[Program]:
     """Return the functions of what notebooks run, for the chip that they ask for."""
     return [
-        Program(name=f"{run.name} {function}", chip=chip.name, build=partial(notebook_program, run, chip, function))
+        Program(
+            name=f"{run.name} {function}",
+            chip=chip.name,
+            build=partial(notebook_program, run, chip, function),
+            usual=run.usual,
+        )
         for chip in CHIPS
         if chip.name == CHIP
         for run in RUNS
