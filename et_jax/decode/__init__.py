@@ -1,10 +1,12 @@
 """The machine, pure: a state in, a state out.
 
     decoder -> prefill, step, slots, compress -> drafter, turns, verify -> extend -> readers, budgeted
-        -> pruned, selection, reading, sample, sampling, queries -> cache, eight_bits, pages, noise
+        -> block_sparse, pruned, reading, sample, sampling, queries -> attended -> selection -> blocks, cache
+        -> summaries, eight_bits, pages, noise
 
-`extend` runs a model over a `chunk` of tokens, a `plant` is one model with its cache; `readers` and `budgeted` say how
-the cache is read, `backends` by which kernels, `reads` what was read; `mixing` says how experts are mixed. `step` is
+`extend` runs a model over a `chunk` of tokens, a `plant` is one model with its cache; `readers`, `block_sparse` and
+`budgeted` say how the cache is read, `backends` by which kernels, `reads` what was read; `mixing` says how experts are
+mixed. `selection` chooses `blocks` by the `summaries` of pages, and `attended` gives the masses found there. `step` is
 one step, `draft` how drafts are laid out in it, `drafter` a second model that writes them, or the model itself by a
 `pruned` reader, `turns` two models that take turns, and `verify` goes from logits to committed tokens. `config` is what
 is fixed for the life of a decoder, `state` what is held between two steps and `output` what a step reports; `fresh` is

@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, PromptNotes
 from et_jax.control.segment import Segment, interval, observed
+from et_jax.decode.blocks import held_blocks
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import list_blocks
-from et_jax.decode.selection import held_blocks
 from et_jax.models.stacks import Layer, by_layer, folded
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill

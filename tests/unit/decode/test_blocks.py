@@ -10,12 +10,16 @@ from small_model import MODEL
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
+from et_jax.decode import attended, block_sparse, selection
+from et_jax.decode import blocks as blocks_module
 from et_jax.decode import cache as kv
-from et_jax.decode import readers, selection
+from et_jax.decode.attended import AttendedMass, attended_mass, in_units_read, with_residual
+from et_jax.decode.block_sparse import SelectedOfLayer
+from et_jax.decode.blocks import LayerKind, blocks_of
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
-from et_jax.decode.selection import Chosen, LayerKind, Read, blocks_of, in_units_read, read_of, with_residual
+from et_jax.decode.readers import AllOfLayer
+from et_jax.decode.selection import ChosenBlocks
 from et_jax.pallas.per_head import api, gpu
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -67,10 +71,10 @@ def listed(log_mass):
     return found
 
 
-def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> Read:
-    """What reading the opened blocks tells, by an estimate of every block."""
+def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> AttendedMass:
+    """The masses after attention over the opened blocks, by an estimate of every block."""
     opened = jnp.asarray(opened)
-    chosen = Chosen(
+    chosen = ChosenBlocks(
         mask=pack_blocks(opened),
         listed=opened,
         count=jnp.sum(opened, axis=-1),
@@ -80,7 +84,7 @@ def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> R
         place=jnp.maximum(jnp.cumsum(opened, axis=-1) - 1, 0),
         **shares,
     )
-    return read_of(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
+    return attended_mass(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
 
 
 def log_of(share):
@@ -162,7 +166,7 @@ SINKS = jnp.asarray([1.0, 3.0, -1.0, 2.0])
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Layers choose as on a GPU: by interpreted kernels, over tables of a power of two, and without a condition."""
-    for module in (readers, selection, api):
+    for module in (blocks_module, attended, block_sparse, selection, api):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(gpu, "by_kernels", partial(gpu.by_kernels, interpret=True))
 
@@ -214,7 +218,7 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
     assert np.abs(left_out - whole).max() > 0.05
 
 
-def test_a_certificate_holds_under_sinks_and_what_is_told_was_read_is_a_lower_bound():
+def test_a_certificate_holds_under_sinks_and_the_reported_share_is_a_lower_bound():
     softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
     _, notes, score = read(pruned(Certified(chord_bounds)), softmax)
     assert notes.by_head is not None
