@@ -79,7 +79,7 @@ def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
 def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
     with pytest.raises(NotImplementedError, match="reduce_sum over the 3 query heads"):
         by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(3), interpret=True)
-    with pytest.warns(UserWarning, match="chosen by XLA"):
+    with pytest.warns(UserWarning, match="runs by XLA and not in one kernel: reduce_sum"):
         found = per_head(lambda score, *_: jnp.sum(score, axis=0), *given(3), by_kernel=True)
     np.testing.assert_allclose(found, jnp.sum(given(3)[0].array, axis=2), rtol=1e-6)
     summed = by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(4), interpret=True)

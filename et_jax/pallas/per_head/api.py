@@ -27,7 +27,7 @@ def per_head(function: Callable[..., Any], *inputs: Any, by_kernel: bool | None 
         try:
             return kernel("per_head", "gpu", "by_kernels")(function, inputs)
         except NotImplementedError as reason:
-            warnings.warn(f"Blocks are chosen by XLA and not in one kernel: {reason}.", stacklevel=2)
+            warnings.warn(f"A function of rows and KV heads runs by XLA and not in one kernel: {reason}.", stacklevel=2)
     return by_vmap(function, inputs)
 
 
