@@ -58,7 +58,7 @@ class Whole:
     ) -> tuple[Float[Array, "r t h d"], None]:
         """Return attention to all there is."""
         if q.shape[1] == 1:
-            out, _ = read_all(plant, softmax, q[:, 0], cached, replace(chunk, at=None))
+            out, _ = read_all(plant, softmax, q[:, 0], cached, replace(chunk, at=None), block_sums=False)
             return out[:, None], None
         stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
         out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
@@ -170,7 +170,8 @@ class AllOfLayer:
         chunk: Chunk,
     ) -> tuple[Float[Array, "_ 1 h d"], LayerReads | AllRead]:
         """Return attention to all there is, and that it was read."""
-        out, block_lse = read_all(plant, softmax, q[:, 0], cached, chunk, self.skipped)
+        block_sums = self.noting is not None
+        out, block_lse = read_all(plant, softmax, q[:, 0], cached, chunk, self.skipped, block_sums)
         if self.mass is None and self.noting is None:
             return out[:, None], AllRead(window=softmax.window)
         table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
@@ -178,7 +179,7 @@ class AllOfLayer:
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
         lse = None
-        if self.noting is not None:
+        if self.noting is not None and block_lse is not None:
             lse = self.noting.of(block_lse[: len(table)])
             if self.skipped is not None:
                 lse = _by_block(lse, self.noting.of(self.skipped))
