@@ -9,6 +9,7 @@ from et_jax.control.base import unpack_blocks
 from et_jax.decode.blocks import Blocks, LayerKind
 from et_jax.decode.selection import ChosenBlocks
 from et_jax.decode.summaries import PIECE, mean_values
+from et_jax.pallas.add_residual import add_residual
 from et_jax.pallas.backend import platform
 from et_jax.pallas.per_head import Listed, PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import with_sink
@@ -32,10 +33,9 @@ class AttendedMass:
 
 @pytree
 class Residual:
-    """The attention masses of the `unread` blocks, 0 for others, of the attended blocks, and of all, in one unit."""
+    """The attention masses of the unread blocks, 0 for others, of the attended blocks, and of all, in one unit."""
 
     weight: Float[Array, "*b g n"]
-    unread: Bool[Array, "*b n"]
     read: Float[Array, "*b g"]
     whole: Float[Array, "*b g"]
 
@@ -119,50 +119,47 @@ def _residual(estimate: Float[Array, "g n"], unread: Bool[Array, " n"], log_read
     top = jnp.maximum(jnp.max(left, axis=-1), log_read)
     top = jnp.where(jnp.isfinite(top), top, 0.0)[..., None]
     weight, read = jnp.exp(left - top), jnp.exp(log_read[..., None] - top)[..., 0]
-    return Residual(weight=weight, unread=unread, read=read, whole=read + total(weight))
+    return Residual(weight=weight, read=read, whole=read + total(weight))
 
 
 def with_residual(
-    out: Float[Array, "b k g d"],
-    residual: Residual,
-    blocks: Blocks,
-    mean: Float[Array, "k p e"],
-) -> Float[Array, "b k g d"]:
+    out: Float[Array, "q h d"], residual: Residual, blocks: Blocks, mean: Float[Array, "k p e"]
+) -> Float[Array, "q h d"]:
     """Return the output with every unread block counted as its mean value at its estimated mass.
 
         o~ = (Z_S o + sum_D Z^_b mean_b) / (Z_S + sum_D Z^_b)
 
     S are the attended blocks, D the other readable ones. `out` is o over S, and `bounds.residual_error` bounds the
     error. Z_S is the sum that `out` was divided by: with the sink where there is one. `mean` is that of every page, as
-    `PageSummary` has it. Float32.
+    `PageSummary` has it. Sums are in float32. On a GPU rows past those of the `residual` become 0.
     """
-    mixed = _mixture(residual.weight, residual.unread, mean, blocks, out.shape[-1])
-    whole = residual.whole[..., None]
-    return (residual.read[..., None] * out + mixed) / jnp.where(whole > 0, whole, 1.0)
+    read, weight, whole = residual.read, residual.weight, residual.whole
+    if platform() == "gpu":
+        return add_residual(out, read, weight, whole, mean, blocks.table)
+    attended = out.astype(jnp.float32).reshape(*read.shape, -1)
+    mixed = _mixture(weight, mean, blocks, attended.shape[-1])
+    mixed = (read[..., None] * attended + mixed) / jnp.where(whole > 0, whole, 1.0)[..., None]
+    return mixed.astype(out.dtype).reshape(out.shape)
 
 
 def _mixture(
-    weight: Float[Array, "b k g n"],
-    unread: Bool[Array, "b k n"],
-    mean: Float[Array, "k p e"],
-    blocks: Blocks,
-    head_dim: int,
+    weight: Float[Array, "b k g n"], mean: Float[Array, "k p e"], blocks: Blocks, head_dim: int
 ) -> Float[Array, "b k g d"]:
-    """The sum of the mean values of the unread blocks, each times its weight.
+    """The sum of the mean values of the blocks, each times its weight.
 
     A CPU adds up pieces up to the longest row: the cost follows the tokens in the cache. Further pieces add 0.
     """
 
-    def mixture(
-        weight: Float[Array, "b k g m"], unread: Bool[Array, "b k m"], table: Int[Array, "b m"]
-    ) -> Float[Array, "b k g d"]:
-        value = jnp.where(unread[..., None], mean_values(mean, table, head_dim), 0.0)  # 0 * NaN is NaN
+    def mixture(weight: Float[Array, "b k g m"], table: Int[Array, "b m"]) -> Float[Array, "b k g d"]:
+        value = jnp.where(
+            jnp.any(weight > 0, axis=2)[..., None], mean_values(mean, table, head_dim), 0.0
+        )  # 0 * NaN is NaN
         return jnp.einsum("bkgm,bkmd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
 
     if platform() != "cpu":
-        return mixture(weight, unread, blocks.table)
+        return mixture(weight, blocks.table)
     n = blocks.table.shape[1]
-    whole = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % PIECE)]) for x in (weight, unread, blocks.table)]
+    whole = [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % PIECE)]) for x in (weight, blocks.table)]
 
     def step(i: Int[Array, ""], mixed: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
         piece = [jax.lax.dynamic_slice_in_dim(x, i * PIECE, PIECE, axis=x.ndim - 1) for x in whole]

@@ -62,18 +62,19 @@ class SelectedOfLayer:
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "r 1 h d"], LayerReads]:
+    ) -> tuple[Float[Array, "_ 1 h d"], LayerReads]:
         """Return attention to the blocks chosen, and what they are."""
-        lengths, queries = chunk.lengths, q[: len(chunk.token), 0]
-        grouped = _grouped(queries, plant, softmax)
+        lengths = chunk.lengths
+        grouped = _grouped(q[: len(lengths), 0], plant, softmax)
         blocks = blocks_of(widened(chunk.table), lengths, plant.page_size, softmax.window)
         scored = self.fresh & long_rows(self.chooses, self.min_context, lengths)
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
         listed, opened = chosen.listed[..., :num_blocks], chosen.opened[..., :num_blocks]
         out, block_lse = read_chosen(
-            plant, softmax, queries, cached, chunk.table, listed, chosen.count, opened, lengths, chunk.at
+            plant, softmax, q[:, 0], cached, chunk.table, listed, chosen.count, opened, lengths, chunk.at
         )
+        block_lse = block_lse[: len(lengths)]
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
         read = attended_mass(chosen, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
@@ -82,9 +83,7 @@ class SelectedOfLayer:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
             mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
         if read.residual is not None:
-            attended = out.astype(jnp.float32).reshape(grouped.shape)
-            mixed = with_residual(attended, read.residual, blocks, cached.summaries.mean)
-            out = mixed.astype(out.dtype).reshape(out.shape)
+            out = with_residual(out, read.residual, blocks, cached.summaries.mean)
         lse = None
         if self.noting is not None:
             noted = self.noting.of(opened)

@@ -20,6 +20,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.selection import ChosenBlocks
+from et_jax.pallas.add_residual import gpu as add_residual
 from et_jax.pallas.per_head import api, gpu
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -169,6 +170,7 @@ def by_kernels(monkeypatch):
     for module in (blocks_module, attended, block_sparse, selection, api):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(gpu, "by_kernels", partial(gpu.by_kernels, interpret=True))
+    monkeypatch.setattr(add_residual, "add_residual", partial(add_residual.add_residual, interpret=True))
 
 
 def mixed_rows(selector, **changes) -> SelectedOfLayer:
@@ -252,7 +254,10 @@ def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
 
         def residual(here, by_list):
             read = read_after(here, estimate[rows, ..., :num_blocks], blocks, by_list, residual=True)
-            return with_residual(jnp.asarray(out[rows]), read.residual, blocks, jnp.asarray(mean))
+            found = with_residual(
+                jnp.asarray(out[rows]).reshape(-1, k * g, d), read.residual, blocks, jnp.asarray(mean)
+            )
+            return found.reshape(out[rows].shape)
 
         return np.asarray(jax.jit(residual)(here, jnp.asarray(by_list)))
 
