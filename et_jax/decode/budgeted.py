@@ -206,6 +206,7 @@ def _probe(
     blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
     stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
     _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
+    assert mass is not None
     by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
     kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
     share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf))), 0.0)

@@ -18,6 +18,7 @@ from et_jax.decode import queries, sharded, work
 from et_jax.decode.cache import LayerCache, with_place, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
+from et_jax.decode.packed import packed, unpacked
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
@@ -100,7 +101,8 @@ def extend(
 
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
     num_rows, chunk = len(chunk.token), replace(chunk, seen=chunk.lengths)  # the same for all layers
-    beside = -num_rows % GPU_ROWS if plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu" else 0
+    fewer_launches = plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu"
+    beside = -num_rows % GPU_ROWS if fewer_launches else 0
 
     def multiplied(x: Shaped[Array, "r *rest"]) -> Shaped[Array, "n *rest"]:
         missing = num_rows + beside - len(x)
@@ -118,6 +120,7 @@ def extend(
             own = replace(chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn)
         k, v = (x[:num_rows] for x in (k, v))
         out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
+        noted = packed(noted) if fewer_launches and layer.turn is not None else noted
         told = noted, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
         return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
@@ -138,7 +141,7 @@ def extend(
     stored = state.queries
     if watch is not None and stored is not None:
         stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
-    notes = parts(memory.told, itemgetter(0))
+    notes = unpacked(parts(memory.told, itemgetter(0)))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
     return logits[:num_rows], after, reader.noted(plant, chunk, notes), took
 

@@ -254,12 +254,13 @@ def _attend_part(
     num_columns, d = query_ref.shape
     num_pages, page_size = pages_ref.shape[1:3]
     tiles = page_size // TILE
-    begin, count = 0, None
+    begin = 0
     if blocks_ref is None:
         of_slot = lengths_of(lengths_ref, slot, rows, rows_per_slot)
         left_out = None if skipped_ref is None else skipped_ref[slot, head]
         begin, count = seen(of_slot, page_size, softmax.window, left_out)
-    count = jnp.minimum(counts_ref[slot, head], blocks_ref.shape[2]) if count is None else count
+    else:
+        count = jnp.minimum(counts_ref[slot, head], blocks_ref.shape[2])
     count = jnp.clip(count - first, 0, config.part)
     base = 0 if turn_ref is None else turn_ref[0] * (num_pages // depth)
 
