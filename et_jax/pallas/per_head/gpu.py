@@ -7,7 +7,7 @@ out again what the first had, rather than read it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret:
     traced = traced_for(function, tree, leaves)
     found = _run(traced, leaves, interpret)
     cut = [
-        x if axis is None else jax.lax.slice_in_dim(x, 0, group, axis=2 + axis)
+        x if axis is None or x.shape[2 + axis] == group else jax.lax.slice_in_dim(x, 0, group, axis=2 + axis)
         for x, axis in zip(found, traced.axes, strict=True)
     ]
     return jax.tree.unflatten(traced.tree, cut)
@@ -55,6 +55,7 @@ def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
     loaded: dict[Any, Input] = dict(zip(traced.jaxpr.invars, leaves, strict=True))  # a kernel begins with these
     stored: dict[Any, Input] = {}  # by a kernel, for XLA: another works it out again
     places = {var: place for var, place in traced.outputs if place is not None}
+    by_query = {var for (var, _), axis in zip(traced.outputs, traced.axes, strict=True) if axis == 0}
     end = {}  # the turn of every output, which has its places by then
     for var, place in traced.outputs:
         end[var] = max((turn[maker[one]] for one in (var, place) if one in maker), default=0)
@@ -72,7 +73,8 @@ def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
             if by_kernel:
                 at = [places.get(var) for var in exports]
                 part, begin = needed(eqns, [*exports, *filter(None, at)], loaded)
-                stored |= _by_kernel(part, {var: loaded[var] for var in begin}, exports, at, leaves, interpret)
+                given = {var: loaded[var] for var in begin}
+                stored |= _by_kernel(part, given, exports, at, by_query, leaves, interpret)
             else:
                 part, begin = needed(eqns, exports, loaded | stored)
                 loaded |= _by_xla(part, {var: (loaded | stored)[var] for var in begin}, exports, leaves)
@@ -120,25 +122,30 @@ def _by_kernel(
     given: dict[Any, Input],
     exports: list[Any],
     places: list[Any],
+    by_query: Container[Any],
     leaves: list[Input],
     interpret: bool,
 ) -> dict[Any, Input]:
-    """What one kernel makes of these operations, a program a row and head; some of it at places that are another."""
-    batch, heads, _ = sizes_of(leaves)
+    """What one kernel makes of these operations, a program a row and head; some of it at places that are another.
+
+    Exports that are `by_query` begin with an axis of query heads, and are stored without the repeated ones.
+    """
+    batch, heads, group = sizes_of(leaves)
     # the truths of a jaxpr are numbers in memory
     dtypes = [jnp.int32 if var.aval.dtype == bool else var.aval.dtype for var in exports]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
         for var, place, ref in zip(exports, places, refs, strict=True):
             index = _index(var.aval.shape) if place is None else (known[place],)
-            ref[(row, head, *index)] = known[var].astype(ref.dtype)
+            mask = index[0] < group if var in by_query and var.aval.shape[0] > group else None
+            plt.store(ref.at[(row, head, *index)], known[var].astype(ref.dtype), mask=mask)
 
-    shapes = [
-        jax.ShapeDtypeStruct((batch, heads, *var.aval.shape), dtype) for var, dtype in zip(exports, dtypes, strict=True)
-    ]
+    shapes = [(group, *var.aval.shape[1:]) if var in by_query else var.aval.shape for var in exports]
+    shapes = [jax.ShapeDtypeStruct((batch, heads, *x), dtype) for x, dtype in zip(shapes, dtypes, strict=True)]
     made = _launched(eqns, given, store, (batch, heads), shapes, interpret)
+    made = [array != 0 if var.aval.dtype == bool else array for var, array in zip(exports, made, strict=True)]
     return {
-        var: PerHead(array=array != 0 if var.aval.dtype == bool else array)
+        var: PerQuery(array=array) if var in by_query else PerHead(array=array)
         for var, array in zip(exports, made, strict=True)
     }
 
