@@ -135,7 +135,7 @@ def with_residual(
     """
     read, weight, whole = residual.read, residual.weight, residual.whole
     if platform() == "gpu":
-        return add_residual(out, read, weight, whole, mean, blocks.table)
+        return add_residual(out, read, weight, whole, mean, blocks.table, turn=blocks.turn, depth=blocks.depth)
     attended = out.astype(jnp.float32).reshape(*read.shape, -1)
     mixed = _mixture(weight, mean, blocks, attended.shape[-1])
     mixed = (read[..., None] * attended + mixed) / jnp.where(whole > 0, whole, 1.0)[..., None]

@@ -15,7 +15,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.pruned import Noting
-from et_jax.decode.reading import read_chosen
+from et_jax.decode.reading import own_pages, read_chosen
 from et_jax.decode.reads import ByHead, LayerReads
 from et_jax.decode.selection import (
     ChosenBlocks,
@@ -66,14 +66,15 @@ class SelectedOfLayer:
         """Return attention to the blocks chosen, and what they are."""
         lengths = chunk.lengths
         grouped = _grouped(q[: len(lengths), 0], plant, softmax)
-        blocks = blocks_of(widened(chunk.table), lengths, plant.page_size, softmax.window)
+        table, layers = own_pages(chunk, cached) if platform() == "gpu" else (chunk.table, {})
+        blocks = blocks_of(widened(table), lengths, plant.page_size, softmax.window)
+        if layers:
+            blocks = replace(blocks, turn=layers["turn"].reshape(1), depth=layers["depth"])
         scored = self.fresh & long_rows(self.chooses, self.min_context, lengths)
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
-        listed, opened = chosen.listed[..., :num_blocks], chosen.opened[..., :num_blocks]
-        out, block_lse = read_chosen(
-            plant, softmax, q[:, 0], cached, chunk.table, listed, chosen.count, opened, lengths, chunk.at
-        )
+        opened = chosen.opened[..., :num_blocks]
+        out, block_lse = read_chosen(plant, softmax, q[:, 0], cached, chunk, chosen.listed, chosen.count, opened)
         block_lse = block_lse[: len(lengths)]
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from et_jax.pallas.backend import platform
-from et_jax.types import pytree
+from et_jax.types import pytree, static
 
 
 @pytree
@@ -49,10 +49,15 @@ class LayerKind:
 
 @pytree
 class Blocks(Extent):
-    """The blocks of rows: `table` gives their pages, `length` the tokens of a row."""
+    """The blocks of rows: `table` gives their pages, `length` the tokens of a row.
+
+    Of a cache that `depth` layers share, `table` numbers the pages of the layer `turn`; None is of one layer.
+    """
 
     table: Int[Array, "b n"]
     length: Int[Array, " b"]
+    turn: Int[Array, "1"] | None = None
+    depth: int = static(default=1)
 
     @property
     def most_held(self) -> Int[Array, ""]:

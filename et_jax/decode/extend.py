@@ -168,7 +168,8 @@ def attend(
     if chunk.at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
         faulty = (chunk.count > 0) & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
         v = jnp.where(faulty[:, None, None, None], 0.0, v)
-    cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end)
+    places = {"own_table": chunk.own_table, "turn": chunk.turn}
+    cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end, **places)
     out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)

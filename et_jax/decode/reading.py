@@ -28,9 +28,7 @@ def read_all(
     together may see. Each KV head reads on from its `skipped` blocks, as many for all rows that are read together, and
     the blocks are in order from there.
     """
-    table, at, layers = chunk.table, chunk.at, {}
-    if chunk.turn is not None and chunk.own_table is not None:
-        table, layers = chunk.own_table, {"turn": chunk.turn, "depth": cached.depth}
+    at, (table, layers) = chunk.at, own_pages(chunk, cached)
     if skipped is not None:
         layers["skipped"] = skipped if at is None else skipped[at[:, 0]]
     return _read(plant, softmax, queries, cached, table, None, None, chunk.lengths, at, block_sums=block_sums, **layers)
@@ -41,24 +39,22 @@ def read_chosen(
     softmax: Softmax,
     queries: Float[Array, "q h d"],
     cached: LayerCache,
-    table: Int[Array, "r n"],
-    listed: Int[Array, "r k n"],
+    chunk: Chunk,
+    listed: Int[Array, "r k m"],
     counts: Int[Array, "r k"],
     opened: Bool[Array, "r k n"],
-    lengths: Int[Array, " r"],
-    at: Int[Array, "s t"] | None,
 ) -> tuple[Float[Array, "_ h d"], Float[Array, "_ h m"]]:
     """Return attention to each row's `opened` blocks, and the log-sum-exp of the scores of each one listed.
 
-    The first `counts` of those `listed` are the blocks opened, in ascending order. `at` as in `read_all`.
+    The first `counts` of those `listed` are the blocks opened, in ascending order.
     """
-    readers = None
+    at, (table, layers), readers = chunk.at, own_pages(chunk, cached), None
     if at is not None:
         listed, counts = list_blocks(jnp.any(opened[at], axis=1))
         bits = jnp.left_shift(1, jnp.arange(at.shape[1], dtype=jnp.int32))
         by_block = jnp.sum(jnp.where(opened[at], bits[:, None, None], 0), axis=1)
         readers = jnp.take_along_axis(by_block, listed, axis=2)
-    out, block_lse = _read(plant, softmax, queries, cached, table, listed, counts, lengths, at, readers)
+    out, block_lse = _read(plant, softmax, queries, cached, table, listed, counts, chunk.lengths, at, readers, **layers)
     assert block_lse is not None
     return out, block_lse
 
@@ -76,6 +72,13 @@ def read_listed(
     """Return attention to the first `counts` blocks of each row's and KV head's list."""
     out, _ = _read(plant, softmax, queries, cached, table, listed, counts, lengths, None, block_sums=False)
     return out
+
+
+def own_pages(chunk: Chunk, cached: LayerCache) -> tuple[Int[Array, "r n"], dict[str, Any]]:
+    """Return the page table of a chunk in one layer, and of stacked layers which turn of how many it numbers."""
+    if chunk.turn is None or chunk.own_table is None:
+        return chunk.table, {}
+    return chunk.own_table, {"turn": chunk.turn, "depth": cached.depth}
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:

@@ -79,12 +79,14 @@ def selector_inputs(
     last = jnp.maximum(blocks.length - 1, 0) // cached.pages.shape[2]
     tail = jnp.take_along_axis(table, last[:, None], axis=1)[:, 0]
 
-    def of_pages(pool: Array, first: int) -> Pages:
-        return Pages(pool=pool, page=table, columns=(first, first + d))
+    def of_pages(pool: Array, first: int | None, page: Array = table) -> Pages:
+        columns = None if first is None else (first, first + d)
+        return Pages(pool=pool, page=page, turn=blocks.turn, depth=blocks.depth, columns=columns)
 
     scales = (None, None)
     if cached.kv_scales is not None:
-        rows = cached.kv_scales[jnp.arange(k)[:, None, None], tail[:, None], jnp.arange(2)].swapaxes(0, 1)
+        page = tail if blocks.turn is None else tail + blocks.turn * cached.num_pages
+        rows = cached.kv_scales[jnp.arange(k)[:, None, None], page[:, None], jnp.arange(2)].swapaxes(0, 1)
         scales = tuple(PerHead(array=rows[:, :, i]) for i in (0, 1))
     value_mean: Any = of_pages(summaries.mean, d)
     if platform() == "cpu":
@@ -96,15 +98,15 @@ def selector_inputs(
         middle=PerQuery(array=middle),
         coded=None if coded is None else PerQuery(array=coded),
         error=None if error is None else PerQuery(array=error),
-        key=Pages(pool=cached.pages, page=tail, columns=(0, d)),
-        value=Pages(pool=cached.pages, page=tail, columns=(d, 2 * d)),
+        key=of_pages(cached.pages, 0, tail),
+        value=of_pages(cached.pages, d, tail),
         key_scale=scales[0],
         value_scale=scales[1],
         key_min=of_pages(summaries.key_box, 0),
         key_max=of_pages(summaries.key_box, d),
         key_mean=of_pages(summaries.mean, 0),
         value_mean=value_mean,
-        value_radius=Pages(pool=summaries.value_radius, page=table),
+        value_radius=of_pages(summaries.value_radius, None),
         mean_surprisal=None if surprisal is None else PerRow(array=_mean_surprisal(surprisal, blocks)),
         last_mass=None,
         sensitivity=None,
@@ -201,6 +203,7 @@ def _scores(
     b, k, g, d = query.shape
     summary, queries = layer.summaries, query.reshape(b, k * g, d)
     at = {"page_size": layer.pages.shape[2], "scale": 1.0, "backend": backend}
+    at |= {"turn": blocks.turn, "depth": blocks.depth}
     found = block_scores(queries, summary.key_box, summary.mean, blocks.table, blocks.length, **at)
     if layer.key_codes is None:
         return *(x.reshape(b, k, g, -1) for x in found), None, None

@@ -115,9 +115,11 @@ def summarised_by_kernel(
     kv_scales: Float[Array, "k p 2 s"] | None,
     page: Int[Array, "b m"],
     head_dim: int,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     interpret: bool = False,
 ) -> tuple[PageSummary, Int8[Array, "k p sd"] | None]:
-    """Return what `summarised` returns, by a GPU kernel. Page 0 stands for no page."""
+    """Return what `summarised` returns, by a GPU kernel. Page 0 is no page; `turn` and `depth` are as in `Pages`."""
     d, page, width = head_dim, page.reshape(-1), old.key_box.shape[-1]
 
     def of_page(key: Array, value: Array, key_scale: Array | None, value_scale: Array | None) -> tuple:
@@ -130,10 +132,12 @@ def summarised_by_kernel(
 
     scales = [None, None]
     if kv_scales is not None:
-        scales = [PerHead(array=kv_scales[:, page, i].swapaxes(0, 1)) for i in (0, 1)]
-    parts = [Pages(pool=pages, page=page, columns=(first, first + d)) for first in (0, d)]
+        places = page if turn is None else page + turn * (pages.shape[1] // depth)
+        scales = [PerHead(array=kv_scales[:, places, i].swapaxes(0, 1)) for i in (0, 1)]
+    layers = {"turn": turn, "depth": depth}
+    parts = [Pages(pool=pages, page=page, columns=(first, first + d), **layers) for first in (0, d)]
     pools = old.key_box, old.mean, old.value_radius, codes
-    box, mean, radius, codes = per_head_into(of_page, pools, page, *parts, *scales, interpret=interpret)
+    box, mean, radius, codes = per_head_into(of_page, pools, page, *parts, *scales, **layers, interpret=interpret)
     return PageSummary(key_box=box, mean=mean, value_radius=radius), codes
 
 

@@ -16,6 +16,8 @@ def add_residual(
     mean: Float[Array, "k p e"],
     table: Int[Array, "b n"],
     *,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     backend: str = "gpu",
 ) -> Float[Array, "q h d"]:
     """Return attention output with blocks added as their mean values, each at its weight, in the dtype of `out`.
@@ -25,8 +27,9 @@ def add_residual(
     out: query heads by KV head, h = k g; rows past those of `read` become 0.
     mean: the mean value of every page in [..., d:2d]. Pages whose weights are all 0 may hold anything.
     table: the page of every block.
+    turn: of a pool that `depth` layers share equally, the layer whose pages the table numbers; None is of one layer.
 
     A row's bits depend on that row alone, and not on further blocks of weight 0.
     """
     with jax.named_scope(f"add_residual/{backend}"):
-        return BACKENDS[backend](out, read, weight, whole, mean, table)
+        return BACKENDS[backend](out, read, weight, whole, mean, table, turn=turn, depth=depth)

@@ -21,6 +21,8 @@ def add_residual(
     mean: Float[Array, "k p e"],
     table: Int[Array, "b n"],
     *,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     interpret: bool = False,
 ) -> Float[Array, "q h d"]:
     """Return what `api.add_residual` documents. `interpret` runs the kernel on a CPU, for tests."""
@@ -28,11 +30,19 @@ def add_residual(
     padded, columns = pl.next_power_of_2(group), min(VALUES, d)
 
     def kernel(
-        out_ref: Any, read_ref: Any, weight_ref: Any, whole_ref: Any, mean_ref: Any, table_ref: Any, found_ref: Any
+        out_ref: Any,
+        read_ref: Any,
+        weight_ref: Any,
+        whole_ref: Any,
+        mean_ref: Any,
+        table_ref: Any,
+        turn_ref: Any,
+        found_ref: Any,
     ) -> None:
         row, head, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * columns
         query, value = jnp.arange(padded), first + jnp.arange(columns)
         there = (query < group) & (row < b)
+        first_page = 0 if turn_ref is None else turn_ref[0] * (mean_ref.shape[1] // depth)
 
         def add(i: Any, sofar: Array) -> Array:
             block = i * BLOCKS + jnp.arange(BLOCKS)
@@ -40,7 +50,7 @@ def add_residual(
             weight = triton.load(weight_ref.at[row, head, query[:, None], block[None]], mask=mask, other=0.0)
             page = triton.load(table_ref.at[row, block], mask=(block < n) & (row < b), other=0)
             counts = jnp.broadcast_to((jnp.max(weight, axis=0) > 0)[:, None], (BLOCKS, columns))
-            means = triton.load(mean_ref.at[head, page[:, None], d + value[None]], mask=counts, other=0.0)
+            means = triton.load(mean_ref.at[head, first_page + page[:, None], d + value[None]], mask=counts, other=0.0)
             return sofar + jnp.sum(weight[:, :, None] * means[None], axis=1)
 
         added = lax.fori_loop(0, pl.cdiv(n, BLOCKS), add, jnp.zeros((padded, columns), jnp.float32))
@@ -61,4 +71,4 @@ def add_residual(
         compiler_params=triton.CompilerParams(num_warps=4),
         interpret=interpret,
         name="add_residual",
-    )(out, read, weight, whole, mean, table)
+    )(out, read, weight, whole, mean, table, turn)

@@ -12,9 +12,13 @@ def add_residual(
     whole: Float[Array, "b k g"],
     mean: Float[Array, "k p e"],
     table: Int[Array, "b n"],
+    *,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
 ) -> Float[Array, "q h d"]:
     """Return what `api.add_residual` documents."""
     d = out.shape[-1]
+    table = table if turn is None else table + turn * (mean.shape[1] // depth)
     value = mean[:, table, d : 2 * d].swapaxes(0, 1)
     value = jnp.where(jnp.any(weight > 0, axis=2)[..., None], value, 0.0)  # 0 * NaN is NaN
     added = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)

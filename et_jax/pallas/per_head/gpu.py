@@ -151,7 +151,13 @@ def _by_kernel(
 
 
 def into_pools(
-    function: Callable[..., Any], pools: Any, page: Int[Array, " b"], inputs: tuple[Any, ...], interpret: bool
+    function: Callable[..., Any],
+    pools: Any,
+    page: Int[Array, " b"],
+    turn: Int[Array, "1"] | None,
+    depth: int,
+    inputs: tuple[Any, ...],
+    interpret: bool,
 ) -> Any:
     """Return what `api.per_head_into` documents. Raises NotImplementedError for what does not fit in one kernel."""
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
@@ -160,17 +166,18 @@ def into_pools(
     if refused:
         raise NotImplementedError(f"what is written to pages by a kernel has no {refused[0]}, or not of this size")
     arrays, of_pools = jax.tree.flatten(pools)
+    at = [page] if turn is None else [page, turn]
     outputs: list[Any] = [var for var, _ in traced.outputs]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
-        at = refs[0][row]
-        for var, ref in zip(outputs, refs[1 + len(arrays) :], strict=True):
+        at = refs[0][row] + _first_page(refs[-1], None if turn is None else refs[1], depth)
+        for var, ref in zip(outputs, refs[-len(arrays) :], strict=True):
             value = var.val if isinstance(var, core.Literal) else known[var]
             ref[(head, at, *_index(value.shape))] = value.astype(ref.dtype)
 
     given = dict(zip(traced.jaxpr.invars, leaves, strict=True))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    made = _launched(traced.jaxpr.eqns, given, store, sizes_of(leaves)[:2], shapes, interpret, (page, *arrays))
+    made = _launched(traced.jaxpr.eqns, given, store, sizes_of(leaves)[:2], shapes, interpret, at, arrays)
     return jax.tree.unflatten(of_pools, made)
 
 
@@ -181,9 +188,13 @@ def _launched(
     grid: tuple[int, int],
     out_shapes: list[jax.ShapeDtypeStruct],
     interpret: bool,
-    written: Sequence[Array] = (),
+    more: Sequence[Array] = (),
+    pools: Sequence[Array] = (),
 ) -> list[Array]:
-    """One kernel of these operations; what `written` holds after its first array, outputs take the place of."""
+    """One kernel of these operations, `store` receives references to `more`, to the `pools` and to the outputs.
+
+    Outputs take the place of `pools`.
+    """
     arrays, tree = jax.tree.flatten(list(given.values()))
 
     def run(*refs: Any) -> None:
@@ -195,11 +206,10 @@ def _launched(
     largest = max(math.prod(var.aval.shape) for eqn in eqns for var in (*variables(eqn), *eqn.outvars))
     warps = min(max(power_of_two(largest // WARP_NUMBERS + 1) // 2, 4), MOST_WARPS)
     settings: dict[str, Any] = {} if interpret else {"compiler_params": plt.CompilerParams(num_warps=warps)}
-    if written:
-        pools = range(1, len(written))
-        settings["input_output_aliases"] = {len(arrays) + i: i - 1 for i in pools}
+    first = len(arrays) + len(more)
+    settings["input_output_aliases"] = {first + i: i for i in range(len(pools))}
     kernel = pl.pallas_call(run, grid=grid, out_shape=out_shapes, interpret=interpret, name="per_head", **settings)
-    return list(kernel(*arrays, *written))
+    return list(kernel(*arrays, *more, *pools))
 
 
 def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
@@ -207,9 +217,9 @@ def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
     row, head = at
     index = _index(shape)
     match leaf:
-        case Pages(pool=pool, page=page):
+        case Pages(pool=pool, page=page, turn=turn):
             entry = page.ndim - 1
-            pages = page[(row, *_index(shape[:entry]))]
+            pages = page[(row, *_index(shape[:entry]))] + _first_page(pool, turn, leaf.depth)
             pages = jax.lax.broadcast_in_dim(pages, shape, range(entry))
             *within, last = index[entry:] if len(shape) > entry else (None,)
             return pool[(head, pages, *within, *([] if last is None else [last + (leaf.columns or (0,))[0]]))]
@@ -224,6 +234,11 @@ def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
         case PerRow(array=array):
             return array[(row, *index)]
     raise TypeError(leaf)
+
+
+def _first_page(pool: Any, turn: Any, depth: int) -> Any:
+    """The first page of the layer at a turn of a pool that `depth` layers share. Both are references."""
+    return 0 if turn is None else turn[0] * (pool.shape[1] // depth)
 
 
 def _index(shape: tuple[int, ...]) -> tuple[Int[Array, "..."], ...]:

@@ -35,11 +35,13 @@ class Pages:
     """Entries of a pool with an entry for each KV head and page. The function receives "*i *x", those of its row.
 
     `columns` says which of the last axis of the pool it receives, from the first of two to before the second; None is
-    all of them.
+    all of them. Of a pool that `depth` layers share equally, `page` numbers the pages of the layer `turn`.
     """
 
     pool: Shaped[Array, "k p *x"]
     page: Int[Array, "b *i"]
+    turn: Int[Array, "1"] | None = None
+    depth: int = static(default=1)
     columns: tuple[int, int] | None = static(default=None)
 
     @property
@@ -100,9 +102,10 @@ def _of_pool(leaf: Pages) -> Shaped[Array, "b k *x"]:
     out anew on a TPU.
     """
     pool, columns = leaf.pool, slice(*leaf.columns or (None,))
+    page = leaf.page if leaf.turn is None else leaf.page + leaf.turn[0] * (pool.shape[1] // leaf.depth)
     if pool.ndim < 4:
-        return pool[:, leaf.page].swapaxes(0, 1)[..., columns]
+        return pool[:, page].swapaxes(0, 1)[..., columns]
     between = pool.shape[2:-1]
     head = jnp.arange(pool.shape[0]).reshape(-1, *[1] * len(between))
-    page = leaf.page.reshape(len(leaf.page), *[1] * (1 + len(between)))
+    page = page.reshape(len(page), *[1] * (1 + len(between)))
     return pool[head, page, *jnp.ix_(*map(jnp.arange, between))][..., columns]
