@@ -72,7 +72,7 @@ def test_a_page_is_summarised_in_its_layer():
 
 
 def test_the_residual_takes_means_of_its_layer():
-    *arguments, mean, table = residual_of(3)
+    out, read, weight, whole, mean, table = residual_of(3)
     for run, settings in ((residual_gpu.add_residual, {"interpret": True}), (add_residual, {"backend": "reference"})):
-        layered = run(*arguments, stacked(mean), table, **STACKED, **settings)
-        np.testing.assert_array_equal(layered, run(*arguments, mean, table, **settings))
+        layered = run(out, read, weight, whole, stacked(mean), table, **STACKED, **settings)
+        np.testing.assert_array_equal(layered, run(out, read, weight, whole, mean, table, **settings))
