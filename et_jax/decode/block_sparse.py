@@ -15,7 +15,7 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.once import run_if
 from et_jax.decode.plant import Plant
 from et_jax.decode.pruned import Noting
-from et_jax.decode.reading import own_pages, read_chosen
+from et_jax.decode.reading import read_chosen
 from et_jax.decode.reads import ByHead, LayerReads
 from et_jax.decode.selection import (
     ChosenBlocks,
@@ -66,10 +66,11 @@ class SelectedOfLayer:
         """Return attention to the blocks chosen, and what they are."""
         lengths = chunk.lengths
         grouped = _grouped(q[: len(lengths), 0], plant, softmax)
-        table, layers = own_pages(chunk, cached) if platform() == "gpu" else (chunk.table, {})
-        blocks = blocks_of(widened(table), lengths, plant.page_size, softmax.window)
-        if layers:
-            blocks = replace(blocks, turn=layers["turn"].reshape(1), depth=layers["depth"])
+        places = chunk.places
+        wide = widened(chunk.table) if places is None else places.wide
+        blocks = blocks_of(wide, lengths, plant.page_size, softmax.window)
+        if places is not None and chunk.turn is not None:
+            blocks = replace(blocks, turn=chunk.turn.reshape(1), depth=cached.depth, last=places.last)
         scored = self.fresh & long_rows(self.chooses, self.min_context, lengths)
         chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from et_jax.decode.chunk import Chunk, Places
 from et_jax.pallas.backend import platform
 from et_jax.types import pytree, static
 
@@ -51,13 +52,15 @@ class LayerKind:
 class Blocks(Extent):
     """The blocks of rows: `table` gives their pages, `length` the tokens of a row.
 
-    Of a cache that `depth` layers share, `table` numbers the pages of the layer `turn`; None is of one layer.
+    Of a cache that `depth` layers share, `table` numbers the pages of the layer `turn`; None is of one layer. `last` is
+    the page of each row's last token, where it was worked out before the layers.
     """
 
     table: Int[Array, "b n"]
     length: Int[Array, " b"]
     turn: Int[Array, "1"] | None = None
     depth: int = static(default=1)
+    last: Int[Array, " b"] | None = None
 
     @property
     def most_held(self) -> Int[Array, ""]:
@@ -71,6 +74,14 @@ def widened(table: Int[Array, "b n"]) -> Int[Array, "b m"]:
         return table
     num_blocks = table.shape[1]
     return jnp.pad(table, ((0, 0), (0, max(32, 1 << (num_blocks - 1).bit_length()) - num_blocks)))
+
+
+def places_of(chunk: Chunk, page_size: int) -> Places:
+    """Return the places of a chunk of one token a row."""
+    lengths, block = chunk.lengths, jnp.maximum(chunk.lengths - 1, 0) // page_size
+    last = jnp.take_along_axis(chunk.table, block[:, None], axis=1)[:, 0]
+    full = (lengths > 0) & (chunk.end >= (block + 1) * page_size)
+    return Places(wide=widened(chunk.table), last=last, full=jnp.where(full, last, 0))
 
 
 def held_blocks(length: Int[Array, "*b"], page_size: int) -> Int[Array, "*b"]:

@@ -152,15 +152,16 @@ def write(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     end: Int[Array, " b"] | None = None,
-    own_table: Int[Array, "b n"] | None = None,
+    full_page: Int[Array, " b"] | None = None,
     turn: Int[Array, ""] | None = None,
 ) -> LayerCache:
     """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they fill.
 
     The pages must be reserved. `end` is how many tokens there are after all rows are stored, where several rows belong
-    to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. `own_table` and `turn` are
-    those of a `Chunk`. A summary is worked out from the page's stored tokens, so that it is exact whatever was there
-    before; a page that is not full has none, for the block that a sequence ends in is read whatever it holds.
+    to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. `full_page` is the page that
+    each row of one token fills, in the numbers of the layer at a `turn`. A summary is worked out from the page's stored
+    tokens, so that it is exact whatever was there before; a page that is not full has none, for the block that a
+    sequence ends in is read whatever it holds.
     """
     num_pages, page_size, e = layer.pages.shape[1:]
     t, d = k.shape[1], k.shape[3]
@@ -182,9 +183,9 @@ def write(
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
     # On a GPU the kernel runs at every token: the host would wait for a condition.
     if platform() == "gpu" and fits(page_size, d) and fits(page_size, e):
-        page, layers = _page_of(table if own_table is None else own_table, block, full, 0), {}
-        if turn is not None:
-            layers = {"turn": turn.reshape(1), "depth": layer.depth}
+        page, layers = _page_of(table, block, full, 0), {}
+        if full_page is not None and turn is not None:
+            page, layers = full_page[:, None], {"turn": turn.reshape(1), "depth": layer.depth}
         found = summarised_by_kernel(layer.summary, layer.key_codes, layer.pages, layer.kv_scales, page, d, **layers)
         return replace(layer, summary=found[0], key_codes=found[1])
     filled = _page_of(table, block, full, num_pages)

@@ -76,8 +76,10 @@ def selector_inputs(
     """
     k, d, summaries, table = *query.shape[1::2], cached.summaries, blocks.table
     low, high, middle, coded, error = _scores(query, cached, blocks, backend, layer.soft_cap)
-    last = jnp.maximum(blocks.length - 1, 0) // cached.pages.shape[2]
-    tail = jnp.take_along_axis(table, last[:, None], axis=1)[:, 0]
+    tail = blocks.last
+    if tail is None:
+        last = jnp.maximum(blocks.length - 1, 0) // cached.pages.shape[2]
+        tail = jnp.take_along_axis(table, last[:, None], axis=1)[:, 0]
 
     def of_pages(pool: Array, first: int | None, page: Array = table) -> Pages:
         columns = None if first is None else (first, first + d)
