@@ -119,9 +119,8 @@ def extend(
         own = chunk
         if layer.turn is not None:
             turn = jnp.asarray(layer.turn, jnp.int32)
-            own = replace(
-                chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn, places=places
-            )
+            own = replace(chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn)
+            own = replace(own, places=places)
         k, v = (x[:num_rows] for x in (k, v))
         out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
         noted = packed(noted) if fewer_launches and layer.turn is not None else noted
