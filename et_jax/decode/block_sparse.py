@@ -44,7 +44,7 @@ class SelectedOfLayer:
     selector: Selector
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
-    sensitivity: Float[Array, "1 k g"] | None
+    sensitivity: PerQuery | None
     noting: Noting | None
     refresh_every: int = static()
     residual: bool = static()
@@ -137,7 +137,7 @@ class SelectedOfLayer:
                 stored,
                 length=PerRow(array=length),
                 last_mass=None if mass is None else PerQuery(array=mass),
-                sensitivity=None if self.sensitivity is None else PerQuery(array=self.sensitivity),
+                sensitivity=self.sensitivity,
             )
 
         given, with_place = (query, blocks, self.mass), self.mass is not None

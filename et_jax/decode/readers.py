@@ -24,6 +24,7 @@ from et_jax.decode.reading import read_all
 from et_jax.decode.reads import AllRead, LayerReads, ReadStats, chosen_reads, reads_of, written_out
 from et_jax.models.stacks import Layer, by_layer
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.per_head import PerQuery
 from et_jax.softmax import Softmax
 from et_jax.types import Table, pytree, replace, static
 
@@ -107,7 +108,10 @@ class Selected:
         sensitivity = None
         if self.sensitivity is not None:
             of_layers = (self.sensitivity.array * self.sensitivity.array.size).astype(np.float32)
-            sensitivity = jnp.asarray(layer.of(of_layers, axis=0))[None]
+            if isinstance(layer.number, int):
+                sensitivity = PerQuery(array=jnp.asarray(of_layers[layer.number])[None])
+            else:  # a GPU's kernel finds the layer itself
+                sensitivity = PerQuery(array=jnp.asarray(of_layers), layer=layer.number.reshape(1))
         return SelectedOfLayer(
             tolerance=self.tolerance,
             fresh=self.fresh,

@@ -204,7 +204,7 @@ KERNELS = {
     "llama3_8b, 32 layers": 15,
     "phi_4, 40 layers": 15,
     "olmo2_7b, 32 layers": 15,
-    "adaptive": 24,
+    "adaptive": 23,
     "last masses": 27,
     "smollm2_135m, paper": 23,
     "smollm2_135m, certified": 23,

@@ -54,6 +54,17 @@ def test_a_function_receives_the_pages_of_its_layer(run):
     np.testing.assert_array_equal(run(first, (*inputs[:2], layered, *inputs[3:])), run(first, inputs))
 
 
+@pytest.mark.parametrize("run", [by_vmap, lambda function, inputs: by_kernels(function, inputs, interpret=True)])
+def test_a_function_receives_the_numbers_of_its_layer(run):
+    *inputs, share = given(4)
+    layered = replace(share, array=jnp.concatenate([0 * share.array, share.array]), layer=jnp.asarray([1], jnp.int32))
+
+    def product(score, length, value, listed, share):
+        return score * share[:, None]
+
+    np.testing.assert_array_equal(run(product, (*inputs, layered)), run(product, (*inputs, share)))
+
+
 def test_a_page_is_summarised_in_its_layer():
     layer = kv.empty(1, HEADS, DIM, 12, PAGE, jnp.float32, key_codes=True).layers[0]
     drawn = np.random.default_rng(0).normal(size=layer.pages.shape)

@@ -226,8 +226,11 @@ def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
         case Listed(array=array, place=place):
             places = jax.lax.broadcast_in_dim(place[(row, head, *_index(shape[1:]))], shape, [1])
             return array[(row, head, jnp.minimum(index[0], array.shape[2] - 1), places)]
-        case PerQuery(array=array):
-            row = row if array.shape[0] > 1 else 0
+        case PerQuery(array=array, layer=layer):
+            if layer is not None:
+                row = layer[0]
+            elif array.shape[0] == 1:
+                row = 0
             return array[(row, head, jnp.minimum(index[0], array.shape[2] - 1), *index[1:])]
         case PerHead(array=array):
             return array[(row, head, *index)]

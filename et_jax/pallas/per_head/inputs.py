@@ -25,9 +25,13 @@ class PerHead:
 
 @pytree
 class PerQuery:
-    """An array of every row and query head, by KV head; of one row, where all have the same. It receives "g *x"."""
+    """An array of every row and query head, by KV head. The function receives "g *x".
+
+    Where all rows have the same, the array has one row, or a row for every layer and `layer` is the number of this one.
+    """
 
     array: Shaped[Array, "b k g *x"]
+    layer: Int[Array, "1"] | None = None
 
 
 @pytree
@@ -76,7 +80,11 @@ def is_input(x: Any) -> bool:
 
 def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
     """Return how many rows, KV heads and query heads of each there are, of those 1 where no input has any."""
-    batch = max(len(leaf.page if isinstance(leaf, Pages) else leaf.array) for leaf in leaves)
+    batch = max(
+        len(leaf.page if isinstance(leaf, Pages) else leaf.array)
+        for leaf in leaves
+        if not (isinstance(leaf, PerQuery) and leaf.layer is not None)
+    )
     heads = next(
         leaf.pool.shape[0] if isinstance(leaf, Pages) else leaf.array.shape[1]
         for leaf in leaves
@@ -92,6 +100,8 @@ def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
     if isinstance(leaf, Listed):
         shape = (*leaf.array.shape[:3], leaf.place.shape[-1])
         return jnp.take_along_axis(leaf.array, jnp.broadcast_to(leaf.place[:, :, None], shape), axis=-1)
+    if isinstance(leaf, PerQuery) and leaf.layer is not None:
+        return leaf.array[leaf.layer]
     return leaf.array
 
 
