@@ -1,4 +1,4 @@
-"""Which kernels serve a model: the best there are, and why better ones do not."""
+"""The kernels that run a model: the best there are, and why better ones do not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +9,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from et_jax.control.selector import Selector
 from et_jax.decode import cache as kv
-from et_jax.decode.selection import trace_scores
+from et_jax.decode.blocks import LayerKind, blocks_of, widened
+from et_jax.decode.selection import selection_of, selector_inputs, trace_scores
 from et_jax.models.config import ModelShape
-from et_jax.pallas.backend import NAMES, pick
+from et_jax.pallas.backend import NAMES, pick, platform
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.per_head import PerQuery, PerRow
+from et_jax.pallas.per_head.traced import left_to_xla as operations_by_xla
 from et_jax.types import replace
 
 
@@ -33,6 +37,41 @@ def scoring_backend(
 ) -> tuple[str, tuple[str, ...]]:
     """Return what scores this model's blocks and why no better one: the backend of attention, or the best that can."""
     return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
+
+
+def left_to_xla(
+    model: ModelShape, page_size: int, num_blocks: int, needs: frozenset[str], selector: Selector
+) -> dict[str, tuple[str, ...]]:
+    """Return the operations of a selector that XLA runs between kernels on a GPU, by the reason why no kernel does.
+
+    Nothing is returned for a CPU or a TPU, where XLA runs all of them. "all" stands for all operations.
+    """
+    if selector.reads_all or platform() != "gpu":
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    layer = LayerKind(page_size=page_size, window=None, soft_cap=model.softmax(0).soft_cap)
+
+    def trace() -> None:
+        cache = kv.empty(1, model.num_kv_heads, model.head_dim, 2, page_size, jnp.bfloat16, key_codes="codes" in needs)
+        ones = jnp.ones(1, jnp.int32)
+        blocks = blocks_of(widened(jnp.ones((1, num_blocks), jnp.int32)), ones, page_size, None)
+        per_query = jnp.zeros((1, model.num_kv_heads, model.group_size))
+        query, mass = (jnp.zeros((*per_query.shape, size)) for size in (model.head_dim, blocks.table.shape[1]))
+        surprisal = jnp.zeros((2, page_size)) if "surprisals" in needs else None
+        inputs = selector_inputs(query, cache.layers[0], surprisal, blocks, jnp.zeros(1), "xla", layer)
+        inputs = replace(
+            inputs,
+            last_mass=PerQuery(array=mass) if "masses" in needs else None,
+            sensitivity=PerQuery(array=per_query) if "sensitivity" in needs else None,
+        )
+        numbers = jax.tree.map(lambda number: PerRow(array=jnp.full(1, number)), selector)
+        try:
+            found.update(operations_by_xla(partial(selection_of, layer, None), (numbers, inputs)))
+        except NotImplementedError as error:
+            found[str(error)] = ("all",)
+
+    jax.eval_shape(trace)
+    return found
 
 
 def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:

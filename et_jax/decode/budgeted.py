@@ -15,11 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, PromptNotes
 from et_jax.control.segment import Segment, interval, observed
+from et_jax.decode.blocks import held_blocks
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.reading import list_blocks
-from et_jax.decode.selection import held_blocks
 from et_jax.models.stacks import Layer, by_layer, folded
 from et_jax.pallas.paged_attention.api import paged_attention
 from et_jax.pallas.paged_prefill.api import paged_prefill
@@ -206,6 +206,7 @@ def _probe(
     blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
     stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
     _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
+    assert mass is not None
     by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
     kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
     share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf))), 0.0)

@@ -1,33 +1,19 @@
-"""The KV cache: pages of keys and values, and a summary of every page where blocks are chosen by it."""
+"""The KV cache: pages of keys and values, and a summary of every page where selectors need one."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
-from et_jax.decode.eight_bits import dequantized, quantized, scaled
+from et_jax.decode.eight_bits import dequantized, quantized
 from et_jax.decode.once import run_if
+from et_jax.decode.summaries import PageSummary, summarised, summarised_by_kernel
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, padded_width
-from et_jax.pallas.per_head import Pages, PerHead, fits, per_head_into
-from et_jax.sums import total
+from et_jax.pallas.per_head import fits
 from et_jax.types import pytree, replace, static
-
-
-@pytree
-class PageSummary:
-    """What is known of each page without reading it, once all its tokens are written.
-
-    `key_box` holds the channelwise minimum of the keys in its first half and the maximum in its second;
-    `mean` the mean key, then the mean value; `value_radius` the greatest distance of a value from the
-    mean value. Laid out as a cached token is, key part first.
-    """
-
-    key_box: Float[Array, "k *p e"]
-    mean: Float[Array, "k *p e"]
-    value_radius: Float[Array, "k *p"]
 
 
 @pytree
@@ -166,13 +152,16 @@ def write(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
     end: Int[Array, " b"] | None = None,
+    full_page: Int[Array, " b"] | None = None,
+    turn: Int[Array, ""] | None = None,
 ) -> LayerCache:
     """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they fill.
 
-    The pages must be reserved. `end` is how many tokens there are after all rows are stored, where
-    several rows belong to one sequence; otherwise it is `start + count`. Tokens beyond `count` are
-    dropped. A summary is worked out from the page's stored tokens, so that it is exact whatever was there before; a
-    page that is not full has none, for the block that a sequence ends in is read whatever it holds.
+    The pages must be reserved. `end` is how many tokens there are after all rows are stored, where several rows belong
+    to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. `full_page` is the page that
+    each row of one token fills, in the numbers of the layer at a `turn`. A summary is worked out from the page's stored
+    tokens, so that it is exact whatever was there before; a page that is not full has none, for the block that a
+    sequence ends in is read whatever it holds.
     """
     num_pages, page_size, e = layer.pages.shape[1:]
     t, d = k.shape[1], k.shape[3]
@@ -192,12 +181,20 @@ def write(
     end = start + count if end is None else end
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
-    if (
-        platform() == "gpu" and fits(page_size, d) and fits(page_size, e)
-    ):  # without a condition, for which the host would wait
-        return _summarised_by_kernel(layer, _page_of(table, block, full, 0), d)
+    # On a GPU the kernel runs at every token: the host would wait for a condition.
+    if platform() == "gpu" and fits(page_size, d) and fits(page_size, e):
+        page, layers = _page_of(table, block, full, 0), {}
+        if full_page is not None and turn is not None:
+            page, layers = full_page[:, None], {"turn": turn.reshape(1), "depth": layer.depth}
+        found = summarised_by_kernel(layer.summary, layer.key_codes, layer.pages, layer.kv_scales, page, d, **layers)
+        return replace(layer, summary=found[0], key_codes=found[1])
     filled = _page_of(table, block, full, num_pages)
     return run_if(jnp.any(full), partial(_summarised, head_dim=d), layer, filled)
+
+
+def _summarised(layer: LayerCache, page: Int[Array, "b m"], head_dim: int) -> LayerCache:
+    summary, codes = summarised(layer.summaries, layer.key_codes, layer.tokens(page, head_dim), page, head_dim)
+    return replace(layer, summary=summary, key_codes=codes)
 
 
 def _by_tokens(
@@ -267,58 +264,6 @@ def by_pages(
     return replace(layer, pages=pages, kv_scales=kv_scales)
 
 
-def _summarised(layer: LayerCache, page: Int[Array, "b m"], head_dim: int) -> LayerCache:
-    """The layer with summaries and codes of these pages, all of whose tokens count; of those beyond the pool none."""
-    old, d = layer.summaries, head_dim
-    tokens = layer.tokens(page, d)
-    fresh = summarise(tokens, jnp.full(page.shape, layer.pages.shape[2], jnp.int32), d)
-    codes = layer.key_codes
-    if codes is not None:
-        codes = codes.at[:, page].set(encode(tokens[..., :d], fresh.key_box), mode="drop")
-    summary = PageSummary(
-        key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
-        mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),
-        value_radius=old.value_radius.at[:, page].set(fresh.value_radius, mode="drop"),
-    )
-    return replace(layer, summary=summary, key_codes=codes)
-
-
-def _summarised_by_kernel(
-    layer: LayerCache, page: Int[Array, "b m"], head_dim: int, interpret: bool = False
-) -> LayerCache:
-    """The layer with summaries and codes of these pages, as `_summarised`; page 0 stands for none."""
-    old, d, page = layer.summaries, head_dim, page.reshape(-1)
-    pools = old.key_box, old.mean, old.value_radius, layer.key_codes
-    width, codes = old.key_box.shape[-1], layer.key_codes is not None
-
-    def of_page(key: Array, value: Array, key_scale: Array | None, value_scale: Array | None) -> tuple:
-        key, value = scaled(key, key_scale), scaled(value, value_scale)
-        found = summary_of(key, value, jnp.ones(key.shape[0], bool))
-        box, mean = (
-            _beside(*both, width) for both in ((found.key_min, found.key_max), (found.key_mean, found.value_mean))
-        )
-        box = box.astype(old.key_box.dtype)
-        coded = coded_in(key, found.key_min, found.key_max).reshape(-1) if codes else None
-        return box, mean, found.value_radius, coded
-
-    scales = [None, None]
-    if layer.kv_scales is not None:
-        scales = [PerHead(array=layer.kv_scales[:, page, i].swapaxes(0, 1)) for i in (0, 1)]
-    parts = [Pages(pool=layer.pages, page=page, columns=(first, first + d)) for first in (0, d)]
-    box, mean, radius, key_codes = per_head_into(of_page, pools, page, *parts, *scales, interpret=interpret)
-    summary = PageSummary(key_box=box, mean=mean, value_radius=radius)
-    return replace(layer, summary=summary, key_codes=key_codes)
-
-
-def _beside(x: Float[Array, " d"], y: Float[Array, " d"], width: int) -> Float[Array, " e"]:
-    """Two rows side by side, and 0 up to a width: each number is at its own place of those that it is repeated to."""
-    d = x.shape[0]
-    repeated = (jnp.broadcast_to(each, (width // d, d)).reshape(width) for each in (x, y))
-    place = jnp.arange(width) // d
-    first, second = repeated
-    return jnp.where(place == 0, first, jnp.where(place == 1, second, 0.0))
-
-
 def write_surprisal(
     cache: KVCache,
     surprisal: Float[Array, "b t"],
@@ -340,67 +285,6 @@ def _page_of(table: Int[Array, "b n"], block: Int[Array, "b t"], keep: Array, nu
     """Return each block's page, and one past the last page (which a write drops) where `keep` is False."""
     last = table.shape[1] - 1
     return jnp.where(keep, jnp.take_along_axis(table, jnp.minimum(block, last), axis=1), num_pages)
-
-
-@pytree
-class OnePage:
-    """The summary of one page of one KV head, in float32."""
-
-    key_min: Float[Array, " d"]
-    key_max: Float[Array, " d"]
-    key_mean: Float[Array, " d"]
-    value_mean: Float[Array, " d"]
-    value_radius: Float[Array, ""]
-
-
-def summary_of(key: Float[Array, "s d"], value: Float[Array, "s d"], counts: Bool[Array, " s"]) -> OnePage:
-    """Return the summary of one page, of which these tokens count."""
-    keep, num_tokens = counts[:, None], jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
-    mean = total(jnp.where(keep, value.astype(jnp.float32), 0.0), 0) / num_tokens
-    apart = jnp.where(keep, value.astype(jnp.float32) - mean, 0.0)
-    return OnePage(
-        key_min=jnp.min(jnp.where(keep, key, jnp.inf), axis=0).astype(jnp.float32),
-        key_max=jnp.max(jnp.where(keep, key, -jnp.inf), axis=0).astype(jnp.float32),
-        key_mean=total(jnp.where(keep, key.astype(jnp.float32), 0.0), 0) / num_tokens,
-        value_mean=mean,
-        value_radius=jnp.sqrt(jnp.max(total(apart * apart))),
-    )
-
-
-def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], head_dim: int) -> PageSummary:
-    """Return the summary of `pages`, of which the first `num_tokens` tokens count."""
-    d, e = head_dim, pages.shape[-1]
-    keep = (jnp.arange(pages.shape[-2]) < num_tokens[..., None])[None, ..., None]
-    key, value = pages[..., :d], pages[..., d : 2 * d]
-    box = jnp.concatenate(
-        [jnp.min(jnp.where(keep, key, jnp.inf), axis=-2), jnp.max(jnp.where(keep, key, -jnp.inf), axis=-2)], axis=-1
-    )
-    tokens = jnp.where(keep, pages.astype(jnp.float32), 0.0)
-    mean = total(tokens, -2) / jnp.maximum(num_tokens, 1).astype(jnp.float32)[None, ..., None]
-    apart = jnp.where(keep, value.astype(jnp.float32) - mean[..., None, d : 2 * d], 0.0)
-    pad = [(0, 0)] * (box.ndim - 1) + [(0, e - 2 * d)]
-    return PageSummary(
-        key_box=jnp.pad(box, pad),
-        mean=mean,
-        value_radius=jnp.sqrt(jnp.max(total(apart * apart), axis=-1)),
-    )
-
-
-def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> Int8[Array, "k *p sd"]:
-    """Return the 8-bit codes of pages of keys within their box."""
-    d = key.shape[-1]
-    low, high = key_box[..., :d].astype(jnp.float32), key_box[..., d : 2 * d].astype(jnp.float32)
-    return coded_in(key, low, high).reshape(*key.shape[:-2], -1)
-
-
-def coded_in(
-    key: Float[Array, "*p s d"], low: Float[Array, "*p d"], high: Float[Array, "*p d"]
-) -> Int8[Array, "*p s d"]:
-    """Return the 8-bit codes of keys between a least and a greatest, in float32."""
-    scale = ((high - low) / 255.0)[..., None, :]
-    code = (key.astype(jnp.float32) - low[..., None, :]) / jnp.where(scale > 0, scale, 1.0) - 128.0
-    code = jnp.clip(jnp.round(code), -128.0, 127.0)
-    return code.astype(jnp.int8)
 
 
 def with_place(cache: KVCache, place: int, cached: LayerCache) -> KVCache:

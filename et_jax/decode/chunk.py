@@ -8,6 +8,19 @@ from et_jax.types import pytree
 
 
 @pytree
+class Places:
+    """Where the token of every row lies, the same in all layers: a loop over layers works out anew what is in it.
+
+    `wide` is the page table with the null page up to the width that selectors see. `last` is the page of the row's last
+    token, `full` the same where that token fills it, else the null page.
+    """
+
+    wide: Int[Array, "r m"]
+    last: Int[Array, " r"]
+    full: Int[Array, " r"]
+
+
+@pytree
 class Chunk:
     """Tokens to follow what their slots hold: in every row the first `count` of `token`, the rest padding.
 
@@ -18,6 +31,7 @@ class Chunk:
 
     Of a layer that shares its pages with others, `turn` is its place among them, and what `table` numbers in the pages
     of all, `own_table` does in its own. `seen` are the `lengths`, where they were worked out before the layers.
+    `places` are worked out before them on a GPU.
     """
 
     slot: Int[Array, " r"] | None
@@ -31,6 +45,7 @@ class Chunk:
     own_table: Int[Array, "r n"] | None = None
     turn: Int[Array, ""] | None = None
     seen: Int[Array, " r"] | None = None
+    places: "Places | None" = None
 
     @property
     def positions(self) -> Int[Array, "r t"]:

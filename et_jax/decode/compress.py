@@ -20,6 +20,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.eight_bits import dequantized
 from et_jax.decode.once import run_if
 from et_jax.decode.state import DecodeState
+from et_jax.decode.summaries import encode, summarise
 from et_jax.models.stacks import Layer, by_layer, stacks_of, through
 from et_jax.types import replace
 
@@ -147,8 +148,8 @@ def _kept(
     summary = codes = None
     if cached.summary is not None:
         tokens = dequantized(region, scales, d)
-        summary = kv.summarise(tokens, jnp.full(layout.region, size, jnp.int32), d)
+        summary = summarise(tokens, jnp.full(layout.region, size, jnp.int32), d)
         if cached.key_codes is not None:
-            codes = kv.encode(tokens[..., :d], summary.key_box)
+            codes = encode(tokens[..., :d], summary.key_box)
     left_out = jnp.sum(place < 0, axis=1, dtype=jnp.int32) // size
     return kv.LayerCache(pages=region, summary=summary, key_codes=codes, kv_scales=scales), left_out

@@ -17,7 +17,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftLength, DraftState, FixedLength, started
 from et_jax.control.selector import Selector
 from et_jax.decode import compat
-from et_jax.decode.backends import scoring_backend, serving_backend
+from et_jax.decode.backends import left_to_xla, scoring_backend, serving_backend
 from et_jax.decode.draft import Drafting, Pruned
 from et_jax.decode.fresh import law_numbers, law_steers
 from et_jax.decode.plant import Plant
@@ -272,6 +272,17 @@ class DecoderConfig:
         """The backend that scores blocks, and why no better one does: that of attention if it can."""
         codes = "codes" in self.keeps
         return scoring_backend(self.of_chip, self.page_size, self.cache_dtype, codes, self.backend)
+
+    @property
+    def left_to_xla(self) -> tuple[str, ...]:
+        """What XLA runs of the selectors between kernels of a GPU, and why: a sentence for each selector and reason."""
+        needs = self.keeps.union(*(selector.needs for selector in self.selectors))
+        shape = self.of_chip, self.page_size, self.blocks_per_slot, needs
+        return tuple(
+            f"XLA runs {', '.join(names)} of {selector}: {reason}"
+            for selector in dict.fromkeys(self.selectors)
+            for reason, names in left_to_xla(*shape, selector).items()
+        )
 
     @property
     def weights_dtype(self) -> DTypeLike:

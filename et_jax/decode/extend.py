@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.decode import queries, sharded, work
+from et_jax.decode.blocks import places_of
 from et_jax.decode.cache import LayerCache, with_place, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
+from et_jax.decode.packed import packed, unpacked
 from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
@@ -100,7 +102,9 @@ def extend(
 
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
     num_rows, chunk = len(chunk.token), replace(chunk, seen=chunk.lengths)  # the same for all layers
-    beside = -num_rows % GPU_ROWS if plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu" else 0
+    fewer_launches = plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu"
+    beside = -num_rows % GPU_ROWS if fewer_launches else 0
+    places = places_of(chunk, plant.page_size) if fewer_launches else None
 
     def multiplied(x: Shaped[Array, "r *rest"]) -> Shaped[Array, "n *rest"]:
         missing = num_rows + beside - len(x)
@@ -116,8 +120,10 @@ def extend(
         if layer.turn is not None:
             turn = jnp.asarray(layer.turn, jnp.int32)
             own = replace(chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn)
+            own = replace(own, places=places)
         k, v = (x[:num_rows] for x in (k, v))
         out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
+        noted = packed(noted) if fewer_launches and layer.turn is not None else noted
         told = noted, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
         return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
@@ -138,7 +144,7 @@ def extend(
     stored = state.queries
     if watch is not None and stored is not None:
         stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
-    notes = parts(memory.told, itemgetter(0))
+    notes = unpacked(parts(memory.told, itemgetter(0)))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
     return logits[:num_rows], after, reader.noted(plant, chunk, notes), took
 
@@ -165,7 +171,8 @@ def attend(
     if chunk.at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
         faulty = (chunk.count > 0) & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
         v = jnp.where(faulty[:, None, None, None], 0.0, v)
-    cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end)
+    full_page = None if chunk.places is None else chunk.places.full
+    cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end, full_page, chunk.turn)
     out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)

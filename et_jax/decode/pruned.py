@@ -150,7 +150,7 @@ class HeavyOfLayer:
         lengths, size = chunk.lengths, plant.page_size
         queries = q[: len(lengths), 0]
         if softmax.window is not None:
-            out, _ = read_all(plant, softmax, queries, cached, replace(chunk, at=None))
+            out, _ = read_all(plant, softmax, queries, cached, replace(chunk, at=None), block_sums=False)
             first = jnp.maximum(lengths - softmax.window, 0) // size
             return out[:, None], (-(-lengths // size) - first) * plant.model.num_kv_heads
         out = read_listed(plant, softmax, queries, cached, chunk.table, self.listed, self.counts, lengths)

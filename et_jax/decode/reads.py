@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.base import pack_blocks
+from et_jax.decode.blocks import blocks_of
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads
 from et_jax.decode.plant import Plant
-from et_jax.decode.selection import blocks_of
 from et_jax.models.stacks import Turns, entry
 from et_jax.sums import total
 from et_jax.types import pytree, replace, static

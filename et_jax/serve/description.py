@@ -71,4 +71,9 @@ def _scoring(config: DecoderConfig) -> list[str]:
     backend, refusals = config.scoring
     least = config.controller.min_context
     chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
-    return [f"blocks scored by {backend}", *(f"not chosen: {refusal}" for refusal in refusals), *chosen]
+    return [
+        f"blocks scored by {backend}",
+        *(f"not chosen: {refusal}" for refusal in refusals),
+        *config.left_to_xla,
+        *chosen,
+    ]

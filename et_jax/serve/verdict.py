@@ -44,6 +44,7 @@ def verdict(settings: EngineConfig) -> list[str]:
         f"weights in {jnp.dtype(dtype).name}{widened}, cache in {dtype_name(config.cache_dtype)}",
         f"device {jax.devices()[0].device_kind}, attention by {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
+        *config.left_to_xla,
         f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "
         f"of the {model.max_positions} that the model was made for",
         *found.table(),

@@ -97,6 +97,8 @@ SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768}
 SMALL |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 LLAMA3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA3_8B |= {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "tie_embeddings": True}
+SMOLLM2_135M |= {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 QWEN3_8B = LLAMA3_8B | {"architecture": "qwen3", "qk_norm": True, "vocab_size": 151936, "intermediate_size": 12288}
 LLAMA3_1B = LLAMA3_8B | {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 GEMMA2_2B = {
@@ -150,6 +152,7 @@ WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
 WHOLE_QWEN = WHOLE | {"model": QWEN3_8B, "num_layers": 36}
 DEEP = LARGE | {"num_slots": 4, "functions": DECODE}
 CERTIFIED_8B = LARGE | {"model": LLAMA3_8B, "control": "certified", "functions": BOTH}
+ODD = LARGE | {"model": SMOLLM2_135M, "max_length": 7936, "functions": DECODE}  # on an H200 124 pages and 3 query heads
 OF_TWO = LARGE | {"model": LLAMA3_8B, "small": LLAMA3_1B, "functions": DECODE}
 INFER = {"control": "entropyinfer", "functions": ("prefill",)}
 GPT_OSS = MEDIUM | {"model": GPT_OSS_20B, "num_layers": 24, "functions": DECODE}
@@ -168,6 +171,9 @@ _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("entropyinfer llama3_8b", (V6E, V5E), WHOLE | INFER),
     ("entropyinfer qwen3_8b", (V6E, HOPPER), WHOLE_QWEN | INFER),
     ("last masses", (V6E, HOPPER), WHOLE | {"control": "paper", "functions": DECODE}),
+    # page tables and groups of query heads that are no power of two
+    ("smollm2_135m, paper", (V5E, V6E), ODD | {"control": "paper"}),
+    ("smollm2_135m, certified", (V5E, V6E), ODD | {"control": "certified"}),
     ("compressed", (V6E,), WHOLE | {"control": "certified", "cache_budget": 1024, "functions": ("decode", "compress")}),
     ("int8 cache", (V5E, V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "int8"}),
     ("fp8 cache", (V5E, V6E, HOPPER), CERTIFIED_8B | {"cache_dtype": "fp8"}),
@@ -198,10 +204,12 @@ KERNELS = {
     "llama3_8b, 32 layers": 15,
     "phi_4, 40 layers": 15,
     "olmo2_7b, 32 layers": 15,
-    "adaptive": 33,
-    "last masses": 35,
-    "compressed": 33,
-    "self": 28,
+    "adaptive": 23,
+    "last masses": 27,
+    "smollm2_135m, paper": 23,
+    "smollm2_135m, certified": 23,
+    "compressed": 24,
+    "self": 26,
     "qwen3_30b_a3b, 48 layers": 37,
     "mixtral_8x7b": 35,
     "turns": 20,

@@ -101,12 +101,15 @@ def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | No
         draft=Drafting(most=decoding.drafts, drafter=None if others else Pruned()) if decoding.drafts else None,
         others=tuple(others),
         compression=None if budget is None else named("latent", budget, every=budget // 4),
-        calibration=Calibration(
-            sensitivity=Table(np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32))
-        ),
+        calibration=Calibration(sensitivity=Table(_drawn(model.num_layers, model.num_kv_heads, model.group_size))),
         stacked=stacked_on(chip.topology["platform"]),
         mesh=mesh,
     )
+
+
+def _drawn(*shape: int) -> np.ndarray:
+    """Numbers that differ, as measured ones do: XLA fills an array of equal numbers in every layer."""
+    return np.random.default_rng(0).random(shape, np.float32)
 
 
 def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from et_jax.decode import cache as kv
 from et_jax.decode import pages, slots
 from et_jax.decode.cache import LayerCache
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty
+from et_jax.decode.summaries import encode, summarise
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.backend import pick
 from et_jax.serve import chunks
@@ -80,11 +80,11 @@ def with_random_pages(config: DecoderConfig, state: DecodeState, outstanding: fl
         if like.summary is None:
             return part
         num_tokens = jnp.full(pages.shape[1], config.page_size, jnp.int32)
-        summary = kv.summarise(part.pages, num_tokens, d)
+        summary = summarise(part.pages, num_tokens, d)
         part = replace(part, summary=jax.tree.map(lambda new, old: new.astype(old.dtype), summary, like.summary))
         if like.key_codes is None:
             return part
-        return replace(part, key_codes=kv.encode(part.pages[..., :d], summary.key_box))
+        return replace(part, key_codes=encode(part.pages[..., :d], summary.key_box))
 
     @partial(jax.jit, donate_argnums=0)
     def filled_layer(layer: LayerCache, key: Array) -> LayerCache:

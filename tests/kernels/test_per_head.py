@@ -23,10 +23,13 @@ from et_jax.control.select import (
 )
 from et_jax.control.selector import as_selector
 from et_jax.decode import cache as kv
-from et_jax.decode.selection import Kept, LayerKind, Stored, chosen_of, selection_of
+from et_jax.decode.blocks import LayerKind
+from et_jax.decode.selection import Fallback, SelectorInputs, chosen_blocks, selection_of
+from et_jax.decode.summaries import summarised, summarised_by_kernel
 from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
 from et_jax.pallas.per_head.api import by_vmap
-from et_jax.pallas.per_head.gpu import by_kernels, left_to_xla
+from et_jax.pallas.per_head.gpu import by_kernels
+from et_jax.pallas.per_head.traced import left_to_xla
 from et_jax.softmax import capped
 from et_jax.sums import softmax, total_where
 from et_jax.types import replace
@@ -68,7 +71,7 @@ def cut(score, length, value, listed, share):
 def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
     inputs = given(group)
     expected, found = by_vmap(cut, inputs), by_kernels(cut, inputs, interpret=True)
-    assert left_to_xla(cut, inputs) == ("slice", "sort")
+    assert left_to_xla(cut, inputs) == {"kernels have no such operation": ("slice", "sort")}
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     order = np.take_along_axis(np.asarray(found["opened"]), np.asarray(found["list"]), axis=-1)
     assert (np.diff(order.astype(int), axis=-1) <= 0).all() and 0.1 < order.mean() < 0.9  # the opened ones come first
@@ -77,7 +80,7 @@ def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
 def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
     with pytest.raises(NotImplementedError, match="reduce_sum over the 3 query heads"):
         by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(3), interpret=True)
-    with pytest.warns(UserWarning, match="chosen by XLA"):
+    with pytest.warns(UserWarning, match="runs by XLA and not in one kernel: reduce_sum"):
         found = per_head(lambda score, *_: jnp.sum(score, axis=0), *given(3), by_kernel=True)
     np.testing.assert_allclose(found, jnp.sum(given(3)[0].array, axis=2), rtol=1e-6)
     summed = by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(4), interpret=True)
@@ -92,11 +95,12 @@ def test_a_page_gets_its_summary_and_codes_by_a_kernel():
     layer = replace(layer, pages=layer.pages.at[..., : 2 * DIM].set(jnp.asarray(tokens, jnp.float32)))
     page = jnp.asarray([[3, 0], [7, 8]], jnp.int32)
     none = jnp.where(page == 0, layer.pages.shape[1], page)
-    found = kv._summarised_by_kernel(layer, page, DIM, interpret=True)
-    expected = kv._summarised(layer, none, DIM)
+    summary, codes = layer.summaries, layer.key_codes
+    found = summarised_by_kernel(summary, codes, layer.pages, None, page, DIM, interpret=True)
+    expected = summarised(summary, codes, layer.tokens(none, DIM), none, DIM)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one[:, 1:], other[:, 1:], rtol=1e-6, atol=1e-7)
-    assert (np.asarray(found.key_codes)[:, [3, 7, 8]].std(axis=-1) > 10).all()
+    assert (np.asarray(found[1])[:, [3, 7, 8]].std(axis=-1) > 10).all()
 
 
 SELECTORS = {
@@ -112,7 +116,7 @@ SELECTORS = {
 }
 
 
-def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple[Stored, PerRow, Kept]:
+def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple[SelectorInputs, PerRow, Fallback]:
     """Rows of every length, none too; scores with ties and far apart; NaN in what lies past a row's end."""
     length = rng.integers(0, BLOCKS * PAGE + 1, ROWS)
     length[0] = 0
@@ -144,7 +148,7 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
         return PerQuery(array=numbers(np.broadcast_to(x, middle.shape)))
 
     query = rng.normal(size=(ROWS, HEADS, group, DIM))
-    stored = Stored(
+    inputs = SelectorInputs(
         query=PerQuery(array=numbers(query)),
         low=per_query(low),
         high=per_query(high),
@@ -168,7 +172,7 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
     )
     long, fresh = (PerRow(array=numbers(rng.random(ROWS) < 0.9, jnp.int32)) for _ in range(2))
     words = rng.integers(0, 2**32, (ROWS, HEADS, BLOCKS // 32), dtype=np.uint32)
-    return stored, stored.length, Kept(long=long, fresh=fresh, last=PerHead(array=jnp.asarray(words)))
+    return inputs, inputs.length, Fallback(long=long, fresh=fresh, last=PerHead(array=jnp.asarray(words)))
 
 
 KINDS = [(None, None, 4), (37, None, 3), (None, 30.0, 2)]  # window, soft cap, query heads of a KV head
@@ -188,13 +192,13 @@ def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
     layer = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
     numbers = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), SELECTORS[name])
 
-    def chosen(selector, stored, length, kept):
-        return chosen_of(layer, True, selection_of(layer, None, selector, stored), length, kept)
+    def chosen(selector, inputs, length, fallback):
+        return chosen_blocks(layer, True, selection_of(layer, None, selector, inputs), length, fallback)
 
     @jax.jit
-    def both(stored, length, kept):
-        inputs = numbers, stored, length, kept
-        return by_kernels(chosen, inputs, interpret=True), by_vmap(chosen, inputs)
+    def both(inputs, length, fallback):
+        given = numbers, inputs, length, fallback
+        return by_kernels(chosen, given, interpret=True), by_vmap(chosen, given)
 
     rng = np.random.default_rng(len(name))
     opened = 0.0

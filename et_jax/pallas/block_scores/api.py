@@ -1,5 +1,7 @@
 """Scores of every block from its page's summary: the two doors, which check their arguments and pick a backend."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
@@ -20,6 +22,8 @@ def block_scores(
     *,
     page_size: int,
     scale: float,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return the least, the greatest and the mean score of every block of a row, as its page's summary tells.
@@ -34,6 +38,7 @@ def block_scores(
         [..., :d], float32. What lies beyond may be anything, and so may page 0, the null page.
     page_table: block i of row b lies in page page_table[b, i] and holds positions [i page_size, (i + 1) page_size).
     lengths: tokens in the cache. Blocks at or past the length are -inf in all three.
+    turn: of a pool that `depth` layers share equally, the layer whose pages the table numbers; None is of one layer.
 
     Query head h reads KV head h // (h / k). Products run in full float32 on every chip, for a score of fewer bits
     would bound nothing. Source of `high`: Quest (Tang et al. 2024).
@@ -43,7 +48,8 @@ def block_scores(
     require(mean.dtype == jnp.float32, "mean", mean.dtype, "float32")
     name = resolve(backend, BLOCK_BACKENDS)
     with jax.named_scope(f"block_scores/{name}"):
-        return BLOCK_BACKENDS[name](q, key_box, mean, page_table, lengths, page_size=page_size, scale=scale)
+        table, layers = _of_layers(name, page_table, key_box, turn, depth)
+        return BLOCK_BACKENDS[name](q, key_box, mean, table, lengths, page_size=page_size, scale=scale, **layers)
 
 
 def code_scores(
@@ -56,6 +62,8 @@ def code_scores(
     page_size: int,
     scale: float,
     soft_cap: float | None = None,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return each block's log-sum-exp as 8-bit copies of its keys tell, and how far from the truth it may be.
@@ -76,9 +84,18 @@ def code_scores(
     require_shape("key_codes", key_codes, (*key_box.shape[:2], page_size * q.shape[2]), "k p c")
     name = resolve(backend, CODE_BACKENDS)
     with jax.named_scope(f"code_scores/{name}"):
-        return CODE_BACKENDS[name](
-            q, key_codes, key_box, page_table, lengths, page_size=page_size, scale=scale, soft_cap=soft_cap
-        )
+        table, layers = _of_layers(name, page_table, key_box, turn, depth)
+        settings = {"page_size": page_size, "scale": scale, "soft_cap": soft_cap}
+        return CODE_BACKENDS[name](q, key_codes, key_box, table, lengths, **settings, **layers)
+
+
+def _of_layers(
+    name: str, table: Int[Array, "b n"], key_box: Float[Array, "k p e"], turn: Int[Array, "1"] | None, depth: int
+) -> tuple[Int[Array, "b n"], dict[str, Any]]:
+    """The table of a backend, and what its kernel takes to find the pages of a layer itself."""
+    if turn is None or name == "gpu":
+        return table, {} if turn is None else {"turn": turn, "depth": depth}
+    return table + turn * (key_box.shape[1] // depth), {}
 
 
 def _require(q: Array, key_box: Array, page_table: Array, lengths: Array, page_size: int, scale: float) -> None:

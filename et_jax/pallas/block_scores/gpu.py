@@ -35,6 +35,8 @@ def block_scores(
     *,
     page_size: int,
     scale: float,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.block_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
@@ -43,13 +45,13 @@ def block_scores(
     _refuse_unserved(d)
     result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
     low, high, middle = pl.pallas_call(
-        functools.partial(_score_blocks, group=h // k, page_size=page_size, scale=scale),
+        functools.partial(_score_blocks, group=h // k, page_size=page_size, scale=scale, depth=depth),
         grid=(-(-n // BLOCKS), k, b),
         out_shape=(result,) * 3,
         interpret=interpret,
         name="block_scores",
         **_compiled(interpret, num_warps=4),
-    )(q, key_box, mean, page_table, lengths)
+    )(q, key_box, mean, page_table, lengths, turn)
     return low, high, middle
 
 
@@ -63,6 +65,8 @@ def code_scores(
     page_size: int,
     scale: float,
     soft_cap: float | None = None,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` is as in `block_scores`."""
@@ -74,13 +78,13 @@ def code_scores(
         raise unserved(f"reads codes of pages of a power of two from {COLUMNS} tokens on, not of {s}")
     result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
     block_lse, error = pl.pallas_call(
-        functools.partial(_score_codes, group=g, scale=scale, soft_cap=soft_cap),
+        functools.partial(_score_codes, group=g, scale=scale, soft_cap=soft_cap, depth=depth),
         grid=(-(-n // CODED), k, b),
         out_shape=(result, result),
         interpret=interpret,
         name="code_scores",
         **_compiled(interpret, num_warps=4, num_stages=3),
-    )(q, key_codes.reshape(k, p, s, d), key_box, page_table, lengths)
+    )(q, key_codes.reshape(k, p, s, d), key_box, page_table, lengths, turn)
     return block_lse, error
 
 
@@ -100,6 +104,7 @@ def _score_blocks(
     mean_ref,
     table_ref,
     lengths_ref,
+    turn_ref,
     # outputs, in global memory
     low_ref,
     high_ref,
@@ -108,13 +113,14 @@ def _score_blocks(
     group: int,
     page_size: int,
     scale: float,
+    depth: int,
 ):
     """Score some blocks of one row and KV head; what is past the end of the table is scored at its last place."""
     tile, head, row = (pl.program_id(axis) for axis in range(3))
     d, n = q_ref.shape[2], table_ref.shape[1]
     block = jnp.minimum(tile * BLOCKS + lax.broadcasted_iota(jnp.int32, (BLOCKS,), 0), n - 1)
     held = block * page_size < lengths_ref[row]
-    page = jnp.where(held, table_ref[row, block], 0)
+    page = jnp.where(held, table_ref[row, block], 0) + _first_page(box_ref, turn_ref, depth)
     channel = lax.broadcasted_iota(jnp.int32, (BLOCKS, d), 1)
     pages = lax.broadcast_in_dim(page, (BLOCKS, d), [0])
     least, most = (box_ref[head, pages, first + channel].astype(jnp.float32) for first in (0, d))
@@ -135,6 +141,7 @@ def _score_codes(
     box_ref,
     table_ref,
     lengths_ref,
+    turn_ref,
     # outputs, in global memory
     lse_ref,
     error_ref,
@@ -142,6 +149,7 @@ def _score_codes(
     group: int,
     scale: float,
     soft_cap: float | None,
+    depth: int,
 ):
     """Score some blocks of one row and KV head, one after the other."""
     tile, head, row = (pl.program_id(axis) for axis in range(3))
@@ -158,7 +166,7 @@ def _score_codes(
     def score(i, _):
         block = jnp.minimum(tile * CODED + i, n - 1)
         end = jnp.clip(length - block * s, 0, s)
-        page = jnp.where(end > 0, table_ref[row, block], 0)
+        page = jnp.where(end > 0, table_ref[row, block], 0) + _first_page(box_ref, turn_ref, depth)
         place = lax.broadcasted_iota(jnp.int32, (d,), 0)
         least, most = (box_ref[head, page, first + place].astype(jnp.float32) for first in (0, d))
         step = (most - least) / 255.0
@@ -184,6 +192,11 @@ def _score_codes(
         error_ref[row, head * group + own, block] = jnp.where(end > 0, 0.5 * doubt, 0.0)
 
     lax.fori_loop(0, CODED, score, None)
+
+
+def _first_page(pool_ref: Any, turn_ref: Any, depth: int) -> Any:
+    """The first page of the layer at a turn of a pool that `depth` layers share."""
+    return 0 if turn_ref is None else turn_ref[0] * (pool_ref.shape[1] // depth)
 
 
 def _split(x: Float[Array, "*x"]) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:

@@ -47,8 +47,9 @@ def paged_attention(
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2 s"] | None = None,
+    block_sums: bool = True,
     backend: str | None = None,
-) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"]]:
+) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"] | None]:
     """Return attention of one query a row over the blocks listed for its slot, and each block's log-sum-exp.
 
     With z_j the scores that `softmax` describes, over the tokens j seen:
@@ -74,6 +75,7 @@ def paged_attention(
         is the union of the rows' own. A row that does not read a block sees nothing of it.
     kv_scales: of a pool in 8 bits (int8, or float8_e4m3fn), whose codes are finite: what the keys and what the values
         of each token are multiplied by.
+    block_sums: whether `block_lse` is returned, else None. A kernel for GPUs writes it in its last launch.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how
@@ -110,7 +112,7 @@ def paged_attention(
     name = resolve(backend, BACKENDS)
     more = {}
     if name == "gpu":  # each launch of a kernel costs there: its own finds blocks and pages
-        more = {"skipped": skipped, "turn": turn, "depth": depth}
+        more = {"skipped": skipped, "turn": turn, "depth": depth, "block_sums": block_sums}
     else:
         if turn is not None:
             page_table = page_table + turn * (pages.shape[1] // depth)
@@ -133,7 +135,7 @@ def paged_attention(
         if len(out) < len(q):
             around = [(0, past), (0, 0), (0, 0)]
             out, block_lse = jnp.pad(out, around), jnp.pad(block_lse, around, constant_values=-jnp.inf)
-        return out, block_lse
+        return out, block_lse if block_sums else None
 
 
 def workspace(

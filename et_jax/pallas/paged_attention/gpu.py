@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import EIGHT_BITS, require_counts
-from et_jax.pallas.folding import by_head, by_row, most_together, split
+from et_jax.pallas.folding import by_head, most_together, split
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
 from et_jax.pallas.paged_attention.gpu_sums import combined
 from et_jax.pallas.paged_attention.lists import count_of, lengths_of, most_seen, seen
@@ -103,9 +103,10 @@ def paged_attention(
     rows_per_slot: int = 1,
     readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2 s"] | None = None,
+    block_sums: bool = True,
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"]]:
+) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"] | None]:
     """Return what `api.paged_attention` documents.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
@@ -135,7 +136,6 @@ def paged_attention(
         "lengths_ref": lengths,
     }
     if blocks is not None and counts is not None:
-        counts = jnp.minimum(counts, m)
         inputs |= {"blocks_ref": blocks, "counts_ref": counts}
     if skipped is not None:
         inputs["skipped_ref"] = skipped
@@ -186,31 +186,26 @@ def paged_attention(
         interpret=interpret,
     )(*inputs.values())
 
-    counted = partial(count_of, page_size=s, window=softmax.window, rows=rows, rows_per_slot=rows_per_slot)
-    out = combined(
+    out, *block_lse = combined(
         maximum,
         total,
         mixed,
+        lse.reshape(b, k, num_parts * config.part, tiles, -1) if block_sums else None,
         (lengths, counts, skipped),
         softmax.sink_logits,
-        used=lambda *refs: lax.div(counted(*refs) + (config.part - 1), config.part),
+        counted=partial(count_of, page_size=s, window=softmax.window, rows=rows, rows_per_slot=rows_per_slot, most=m),
+        part=config.part,
+        m=m,
         rows=rows,
         queries=h // k,
         dtype=q.dtype,
         num_rows=len(q),
         interpret=interpret is not None,
     )
-    if counts is None:
-        by_slot = jnp.repeat(lengths.reshape(-1, rows_per_slot), rows_per_slot // rows, axis=0)
-        of_rows = [by_slot[:, row, None] for row in range(rows_per_slot)]
-        counts = jnp.broadcast_to(seen(of_rows, s, softmax.window, skipped)[1], (b, k))
-    listed_mask = jnp.arange(m) < counts[..., None]
-    tile_lse = lse.reshape(b, k, num_parts * config.part, tiles, -1)[:, :, :m, :, :group]
-    tile_lse = jnp.where(listed_mask[..., None, None], tile_lse, -jnp.inf)
-    block_lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
-    block_lse = by_row(block_lse.swapaxes(2, 3), rows)
-    past = [(0, len(q) - len(block_lse)), (0, 0), (0, 0)]
-    return out, jnp.pad(block_lse, past, constant_values=-jnp.inf)
+    if not block_lse:
+        return out, None
+    past = [(0, len(q) - len(block_lse[0])), (0, 0), (0, 0)]
+    return out, jnp.pad(block_lse[0], past, constant_values=-jnp.inf)
 
 
 def _attend_part(
@@ -259,12 +254,14 @@ def _attend_part(
     num_columns, d = query_ref.shape
     num_pages, page_size = pages_ref.shape[1:3]
     tiles = page_size // TILE
-    begin, count = 0, None
+    begin = 0
     if blocks_ref is None:
         of_slot = lengths_of(lengths_ref, slot, rows, rows_per_slot)
         left_out = None if skipped_ref is None else skipped_ref[slot, head]
         begin, count = seen(of_slot, page_size, softmax.window, left_out)
-    count = jnp.clip((counts_ref[slot, head] if count is None else count) - first, 0, config.part)
+    else:
+        count = jnp.minimum(counts_ref[slot, head], blocks_ref.shape[2])
+    count = jnp.clip(count - first, 0, config.part)
     base = 0 if turn_ref is None else turn_ref[0] * (num_pages // depth)
 
     def listed(i: Any) -> Any:

@@ -55,10 +55,11 @@ def count_of(
     window: int | None,
     rows: int,
     rows_per_slot: int,
+    most: int,
 ) -> Any:
-    """Return, in a kernel, how many blocks a KV head of a slot reads: what its list has, or all that are `seen`."""
+    """Return, in a kernel, how many blocks a KV head of a slot reads: those of its list, at `most`, or all `seen`."""
     if counts_ref is not None:
-        return counts_ref[slot, head]
+        return jnp.minimum(counts_ref[slot, head], most)
     skipped = None if skipped_ref is None else skipped_ref[slot, head]
     return seen(lengths_of(lengths_ref, slot, rows, rows_per_slot), page_size, window, skipped)[1]
 

@@ -27,7 +27,7 @@ def per_head(function: Callable[..., Any], *inputs: Any, by_kernel: bool | None 
         try:
             return kernel("per_head", "gpu", "by_kernels")(function, inputs)
         except NotImplementedError as reason:
-            warnings.warn(f"Blocks are chosen by XLA and not in one kernel: {reason}.", stacklevel=2)
+            warnings.warn(f"A function of rows and KV heads runs by XLA and not in one kernel: {reason}.", stacklevel=2)
     return by_vmap(function, inputs)
 
 
@@ -50,14 +50,21 @@ def fits(page_size: int, width: int) -> bool:
 
 
 def per_head_into(
-    function: Callable[..., Any], pools: Any, page: Int[Array, " b"], *inputs: Any, interpret: bool = False
+    function: Callable[..., Any],
+    pools: Any,
+    page: Int[Array, " b"],
+    *inputs: Any,
+    turn: Int[Array, "1"] | None = None,
+    depth: int = 1,
+    interpret: bool = False,
 ) -> Any:
     """Return pools "k p *x" with what a function of one row and KV head returns at the row's page, by a GPU kernel.
 
     The function returns a tree of arrays "*x", like that of the pools. Rows that are to write nothing have page 0, the
-    null page, which may hold anything. Where two others have the same page, either is written.
+    null page, which may hold anything. Where two others have the same page, either is written. `turn` and `depth` are
+    as in `Pages`.
     """
-    return kernel("per_head", "gpu", "into_pools")(function, pools, page, inputs, interpret)
+    return kernel("per_head", "gpu", "into_pools")(function, pools, page, turn, depth, inputs, interpret)
 
 
 def _is_placed(x: Any) -> bool:

@@ -10,70 +10,14 @@ from jax.extend import core
 from jaxtyping import Array
 
 # Operations of a Pallas kernel by Triton, on arrays whose sizes are powers of two. Of the others none is known to work:
-# `sort`, `gather`, `slice`, `pad`; products of matrices want sixteen rows.
-IN_KERNELS = frozenset(
-    [
-        "abs",
-        "add",
-        "and",
-        "argmax",
-        "argmin",
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "ceil",
-        "clamp",
-        "convert_element_type",
-        "cos",
-        "cumsum",
-        "div",
-        "eq",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "population_count",
-        "pow",
-        "reduce_max",
-        "reduce_min",
-        "reduce_sum",
-        "rem",
-        "reshape",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sqrt",
-        "square",
-        "squeeze",
-        "sub",
-        "tanh",
-        "transpose",
-        "while",
-        "xor",
-    ]
-)
-
-
+# `sort`, `gather`, `slice`, `pad`; products of matrices need sixteen rows.
+_OPERATIONS = """
+    abs add and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp convert_element_type cos cumsum
+    div eq exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
+    or population_count pow reduce_max reduce_min reduce_sum rem reshape rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sqrt square squeeze sub tanh transpose while xor
+"""
+IN_KERNELS = frozenset(_OPERATIONS.split())
 KERNEL = "triton"  # the platform that kernels tell the code
 MOST_NUMBERS = 2**15  # of an array in a kernel: 128 kB of a multiprocessor's 256 kB of registers
 

@@ -6,51 +6,22 @@ every block and channel, run by XLA for all rows and heads. Where kernels come b
 out again what the first had, rather than read it.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.extend import core
 from jaxtyping import Array, Int
 
-from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
-from et_jax.pallas.per_head.inputs import (
-    Input,
-    Listed,
-    Pages,
-    PerHead,
-    PerQuery,
-    PerRow,
-    Placed,
-    gathered,
-    is_input,
-    sizes_of,
-)
+from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, gathered, is_input, sizes_of
+from et_jax.pallas.per_head.traced import OVER_ALL, Function, needed, power_of_two, traced_for, variables, why_not
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array to a warp
-OVER_ALL = ("argmax", "argmin", "cumsum", "dot_general", "reduce_prod", "reduce_sum", "sort")  # repeats change these
 OVER_BLOCKS = (*OVER_ALL, "reduce_max", "reduce_min", "while")  # what XLA does not fuse with what follows
-MARKED = 11  # query heads of the trace that shows which axes are theirs
-
-
-@dataclasses.dataclass(frozen=True)
-class Function:
-    """A function of one row and head, its inputs in their order.
-
-    jaxpr: flat, without constants. outputs: each output's variable and that of its places, None where it is in order.
-    axes: the axis of the query heads of each output, None where it has none. tree: that of the outputs.
-    """
-
-    jaxpr: Any
-    outputs: tuple[tuple[Any, Any], ...]
-    axes: tuple[int | None, ...]
-    tree: Any
 
 
 def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret: bool = False) -> Any:
@@ -63,113 +34,34 @@ def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret:
     traced = traced_for(function, tree, leaves)
     found = _run(traced, leaves, interpret)
     cut = [
-        x if axis is None else jax.lax.slice_in_dim(x, 0, group, axis=2 + axis)
+        x if axis is None or x.shape[2 + axis] == group else jax.lax.slice_in_dim(x, 0, group, axis=2 + axis)
         for x, axis in zip(found, traced.axes, strict=True)
     ]
     return jax.tree.unflatten(traced.tree, cut)
 
 
-def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the names of the operations of a function that no kernel has."""
-    leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
-    names = {eqn.primitive.name for eqn in operations(traced_for(function, tree, leaves).jaxpr)}
-    return tuple(sorted(names - IN_KERNELS))
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two that is no less."""
-    return 1 << (size - 1).bit_length()
-
-
-def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> Function:
-    """Return a function as it is run for these inputs."""
-    _, _, group = sizes_of(leaves)
-
-    def of_leaves(*arrays: Array) -> Any:
-        return function(*jax.tree.unflatten(tree, arrays))
-
-    def traced(group: int) -> tuple[Any, list[Any], Any]:
-        shapes = [_shape(leaf, group) for leaf in leaves]
-        closed, outputs = jax.make_jaxpr(flat(of_leaves, KERNEL), return_shape=True)(*shapes)
-        return closed, *jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, Placed))
-
-    closed, outputs, out_tree = traced(power_of_two(group))
-    marked, shapes, _ = traced(MARKED)
-    if group != power_of_two(group):
-        _refuse_sums(marked.jaxpr, group)
-    variables = iter(closed.jaxpr.outvars)
-    pairs = tuple((next(variables), next(variables) if isinstance(one, Placed) else None) for one in outputs)
-    return Function(_without_constants(closed), pairs, tuple(map(_axis_of_queries, outputs, shapes)), out_tree)
-
-
-def _shape(leaf: Input, group: int) -> jax.ShapeDtypeStruct:
-    """What a function receives of an input, with so many query heads."""
-    match leaf:
-        case Pages(pool=pool, page=page):
-            shape = (*page.shape[1:], *pool.shape[2:-1], leaf.width) if pool.ndim > 2 else page.shape[1:]
-            return jax.ShapeDtypeStruct(shape, pool.dtype)
-        case Listed(array=array, place=place):
-            return jax.ShapeDtypeStruct((group, place.shape[2]), array.dtype)
-        case PerQuery(array=array):
-            return jax.ShapeDtypeStruct((group, *array.shape[3:]), array.dtype)
-        case PerHead(array=array):
-            return jax.ShapeDtypeStruct(array.shape[2:], array.dtype)
-        case PerRow(array=array):
-            return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
-
-
-def _axis_of_queries(output: Any, marked: Any) -> int | None:
-    """Which axis of an output is of query heads: the one whose size is another where their number is."""
-    if isinstance(output, Placed):
-        return None
-    return next((i for i, (one, two) in enumerate(zip(output.shape, marked.shape, strict=True)) if one != two), None)
-
-
-def _refuse_sums(jaxpr: Any, group: int) -> None:
-    """Raise NotImplementedError for an operation over the marked query heads that repeating one of them changes."""
-    for eqn in operations(jaxpr):
-        name, params = eqn.primitive.name, eqn.params
-        shape = eqn.invars[0].aval.shape if eqn.invars else ()
-        over = params.get("axes", params.get("axis", params.get("dimension", ())))
-        if name == "dot_general":
-            over = params["dimension_numbers"][0][0]
-        if name in OVER_ALL and any(shape[axis] == MARKED for axis in np.atleast_1d(np.asarray(over, int))):
-            raise NotImplementedError(
-                f"{name} over the {group} query heads of a KV head has no kernel: {group} is no power of two"
-            )
-
-
-def _without_constants(closed: Any) -> Any:
-    """The jaxpr of a closed one that has captured no array but numbers."""
-    if any(np.ndim(one) for one in closed.consts):
-        raise NotImplementedError("a function that captures an array has no kernel: pass the array as a number of it")
-    return closed.jaxpr
-
-
 def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
     """The outputs for all rows and heads: by turns of XLA and a kernel, each with all that it can do."""
-    eqns = traced.jaxpr.eqns
+    eqns = traced.eqns
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    ends = [var for pair in traced.outputs for var in pair if var in maker]
-    eqns, _ = _slice(eqns, maker, ends, dict.fromkeys(traced.jaxpr.invars))  # a selector uses little of what it sees
-    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    kernel = list(map(_in_kernel, eqns))
+    kernel = [why_not(eqn) is None for eqn in eqns]
     waited: list[bool] = []  # of every operation: a kernel does it, and XLA is to have its result and not do it anew
     turn: list[int] = []
     for i, eqn in enumerate(eqns):
-        before = [maker[var] for var in _variables(eqn) if var in maker]
+        before = [maker[var] for var in variables(eqn) if var in maker]
         waited.append(kernel[i] and (eqn.primitive.name in OVER_BLOCKS or any(waited[j] for j in before)))
         turn.append(max((turn[j] + (waited[j] and not kernel[i]) for j in before), default=0))
 
     loaded: dict[Any, Input] = dict(zip(traced.jaxpr.invars, leaves, strict=True))  # a kernel begins with these
     stored: dict[Any, Input] = {}  # by a kernel, for XLA: another works it out again
     places = {var: place for var, place in traced.outputs if place is not None}
+    by_query = {var for (var, _), axis in zip(traced.outputs, traced.axes, strict=True) if axis == 0}
     end = {}  # the turn of every output, which has its places by then
     for var, place in traced.outputs:
         end[var] = max((turn[maker[one]] for one in (var, place) if one in maker), default=0)
     for now in range(max(turn, default=0) + 1):
         for by_kernel in (False, True):
-            wanted = {var for i, eqn in enumerate(eqns) if not (kernel[i] and by_kernel) for var in _variables(eqn)}
+            wanted = {var for i, eqn in enumerate(eqns) if not (kernel[i] and by_kernel) for var in variables(eqn)}
             exports = [
                 var
                 for var, i in maker.items()
@@ -180,43 +72,14 @@ def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
                 continue
             if by_kernel:
                 at = [places.get(var) for var in exports]
-                part, begin = _slice(eqns, maker, [*exports, *filter(None, at)], loaded)
-                stored |= _by_kernel(part, {var: loaded[var] for var in begin}, exports, at, leaves, interpret)
+                part, begin = needed(eqns, [*exports, *filter(None, at)], loaded)
+                given = {var: loaded[var] for var in begin}
+                stored |= _by_kernel(part, given, exports, at, by_query, leaves, interpret)
             else:
-                part, begin = _slice(eqns, maker, exports, loaded | stored)
+                part, begin = needed(eqns, exports, loaded | stored)
                 loaded |= _by_xla(part, {var: (loaded | stored)[var] for var in begin}, exports, leaves)
     found = loaded | stored
     return [gathered(found[var]) for var, _ in traced.outputs]
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
-
-
-def _in_kernel(eqn: Any) -> bool:
-    """Whether a kernel has an operation, and registers for what it takes and makes; sizes are powers of two there."""
-    inner = operations(eqn.params["body_jaxpr"].jaxpr) if eqn.primitive.name == "while" else []
-    shapes = [var.aval.shape for one in (eqn, *inner) for var in (*_variables(one), *one.outvars)]
-    return (
-        all(one.primitive.name in IN_KERNELS for one in (eqn, *inner))
-        and all(size == power_of_two(size) for shape in shapes for size in shape)
-        and max(map(math.prod, shapes)) <= MOST_NUMBERS
-    )
-
-
-def _slice(
-    eqns: list[Any], maker: dict[Any, int], exports: list[Any], given: dict[Any, Any]
-) -> tuple[list[Any], list[Any]]:
-    """The operations that make the exports of what is given, in order, and what of that they begin with."""
-    wanted, found, begin = list(exports), set(), {}
-    while wanted:
-        var = wanted.pop()
-        if var in given:
-            begin[var] = None
-        elif maker[var] not in found:
-            found.add(maker[var])
-            wanted += _variables(eqns[maker[var]])
-    return [eqns[i] for i in sorted(found)], list(begin)
 
 
 def _evaluated(eqns: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
@@ -259,50 +122,62 @@ def _by_kernel(
     given: dict[Any, Input],
     exports: list[Any],
     places: list[Any],
+    by_query: Container[Any],
     leaves: list[Input],
     interpret: bool,
 ) -> dict[Any, Input]:
-    """What one kernel makes of these operations, a program a row and head; some of it at places that are another."""
-    batch, heads, _ = sizes_of(leaves)
+    """What one kernel makes of these operations, a program a row and head; some of it at places that are another.
+
+    Exports that are `by_query` begin with an axis of query heads, and are stored without the repeated ones.
+    """
+    batch, heads, group = sizes_of(leaves)
     # the truths of a jaxpr are numbers in memory
     dtypes = [jnp.int32 if var.aval.dtype == bool else var.aval.dtype for var in exports]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
         for var, place, ref in zip(exports, places, refs, strict=True):
             index = _index(var.aval.shape) if place is None else (known[place],)
-            ref[(row, head, *index)] = known[var].astype(ref.dtype)
+            mask = index[0] < group if var in by_query and var.aval.shape[0] > group else None
+            plt.store(ref.at[(row, head, *index)], known[var].astype(ref.dtype), mask=mask)
 
-    shapes = [
-        jax.ShapeDtypeStruct((batch, heads, *var.aval.shape), dtype) for var, dtype in zip(exports, dtypes, strict=True)
-    ]
+    shapes = [(group, *var.aval.shape[1:]) if var in by_query else var.aval.shape for var in exports]
+    shapes = [jax.ShapeDtypeStruct((batch, heads, *x), dtype) for x, dtype in zip(shapes, dtypes, strict=True)]
     made = _launched(eqns, given, store, (batch, heads), shapes, interpret)
+    made = [array != 0 if var.aval.dtype == bool else array for var, array in zip(exports, made, strict=True)]
     return {
-        var: PerHead(array=array != 0 if var.aval.dtype == bool else array)
+        var: PerQuery(array=array) if var in by_query else PerHead(array=array)
         for var, array in zip(exports, made, strict=True)
     }
 
 
 def into_pools(
-    function: Callable[..., Any], pools: Any, page: Int[Array, " b"], inputs: tuple[Any, ...], interpret: bool
+    function: Callable[..., Any],
+    pools: Any,
+    page: Int[Array, " b"],
+    turn: Int[Array, "1"] | None,
+    depth: int,
+    inputs: tuple[Any, ...],
+    interpret: bool,
 ) -> Any:
     """Return what `api.per_head_into` documents. Raises NotImplementedError for what does not fit in one kernel."""
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     traced = traced_for(function, tree, leaves)
-    refused = [eqn.primitive.name for eqn in traced.jaxpr.eqns if not _in_kernel(eqn)]
+    refused = [eqn.primitive.name for eqn in traced.jaxpr.eqns if why_not(eqn) is not None]
     if refused:
         raise NotImplementedError(f"what is written to pages by a kernel has no {refused[0]}, or not of this size")
     arrays, of_pools = jax.tree.flatten(pools)
+    at = [page] if turn is None else [page, turn]
     outputs: list[Any] = [var for var, _ in traced.outputs]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
-        at = refs[0][row]
-        for var, ref in zip(outputs, refs[1 + len(arrays) :], strict=True):
+        at = refs[0][row] + _first_page(refs[-1], None if turn is None else refs[1], depth)
+        for var, ref in zip(outputs, refs[-len(arrays) :], strict=True):
             value = var.val if isinstance(var, core.Literal) else known[var]
             ref[(head, at, *_index(value.shape))] = value.astype(ref.dtype)
 
     given = dict(zip(traced.jaxpr.invars, leaves, strict=True))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    made = _launched(traced.jaxpr.eqns, given, store, sizes_of(leaves)[:2], shapes, interpret, (page, *arrays))
+    made = _launched(traced.jaxpr.eqns, given, store, sizes_of(leaves)[:2], shapes, interpret, at, arrays)
     return jax.tree.unflatten(of_pools, made)
 
 
@@ -313,9 +188,13 @@ def _launched(
     grid: tuple[int, int],
     out_shapes: list[jax.ShapeDtypeStruct],
     interpret: bool,
-    written: Sequence[Array] = (),
+    more: Sequence[Array] = (),
+    pools: Sequence[Array] = (),
 ) -> list[Array]:
-    """One kernel of these operations; what `written` holds after its first array, outputs take the place of."""
+    """One kernel of these operations, `store` receives references to `more`, to the `pools` and to the outputs.
+
+    Outputs take the place of `pools`.
+    """
     arrays, tree = jax.tree.flatten(list(given.values()))
 
     def run(*refs: Any) -> None:
@@ -324,14 +203,13 @@ def _launched(
         known = {var: _load(leaf, (row, head), var.aval.shape) for var, leaf in zip(given, inputs, strict=True)}
         store(_evaluated(eqns, known), row, head, refs[len(arrays) :])
 
-    largest = max(math.prod(var.aval.shape) for eqn in eqns for var in (*_variables(eqn), *eqn.outvars))
+    largest = max(math.prod(var.aval.shape) for eqn in eqns for var in (*variables(eqn), *eqn.outvars))
     warps = min(max(power_of_two(largest // WARP_NUMBERS + 1) // 2, 4), MOST_WARPS)
     settings: dict[str, Any] = {} if interpret else {"compiler_params": plt.CompilerParams(num_warps=warps)}
-    if written:
-        pools = range(1, len(written))
-        settings["input_output_aliases"] = {len(arrays) + i: i - 1 for i in pools}
+    first = len(arrays) + len(more)
+    settings["input_output_aliases"] = {first + i: i for i in range(len(pools))}
     kernel = pl.pallas_call(run, grid=grid, out_shape=out_shapes, interpret=interpret, name="per_head", **settings)
-    return list(kernel(*arrays, *written))
+    return list(kernel(*arrays, *more, *pools))
 
 
 def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
@@ -339,23 +217,31 @@ def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
     row, head = at
     index = _index(shape)
     match leaf:
-        case Pages(pool=pool, page=page):
+        case Pages(pool=pool, page=page, turn=turn):
             entry = page.ndim - 1
-            pages = page[(row, *_index(shape[:entry]))]
+            pages = page[(row, *_index(shape[:entry]))] + _first_page(pool, turn, leaf.depth)
             pages = jax.lax.broadcast_in_dim(pages, shape, range(entry))
             *within, last = index[entry:] if len(shape) > entry else (None,)
             return pool[(head, pages, *within, *([] if last is None else [last + (leaf.columns or (0,))[0]]))]
         case Listed(array=array, place=place):
             places = jax.lax.broadcast_in_dim(place[(row, head, *_index(shape[1:]))], shape, [1])
             return array[(row, head, jnp.minimum(index[0], array.shape[2] - 1), places)]
-        case PerQuery(array=array):
-            row = row if array.shape[0] > 1 else 0
+        case PerQuery(array=array, layer=layer):
+            if layer is not None:
+                row = layer[0]
+            elif array.shape[0] == 1:
+                row = 0
             return array[(row, head, jnp.minimum(index[0], array.shape[2] - 1), *index[1:])]
         case PerHead(array=array):
             return array[(row, head, *index)]
         case PerRow(array=array):
             return array[(row, *index)]
     raise TypeError(leaf)
+
+
+def _first_page(pool: Any, turn: Any, depth: int) -> Any:
+    """The first page of the layer at a turn of a pool that `depth` layers share. Both are references."""
+    return 0 if turn is None else turn[0] * (pool.shape[1] // depth)
 
 
 def _index(shape: tuple[int, ...]) -> tuple[Int[Array, "..."], ...]:

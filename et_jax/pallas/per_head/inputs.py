@@ -25,9 +25,13 @@ class PerHead:
 
 @pytree
 class PerQuery:
-    """An array of every row and query head, by KV head; of one row, where all have the same. It receives "g *x"."""
+    """An array of every row and query head, by KV head. The function receives "g *x".
+
+    Where all rows have the same, the array has one row, or a row for every layer and `layer` is the number of this one.
+    """
 
     array: Shaped[Array, "b k g *x"]
+    layer: Int[Array, "1"] | None = None
 
 
 @pytree
@@ -35,11 +39,13 @@ class Pages:
     """Entries of a pool with an entry for each KV head and page. The function receives "*i *x", those of its row.
 
     `columns` says which of the last axis of the pool it receives, from the first of two to before the second; None is
-    all of them.
+    all of them. Of a pool that `depth` layers share equally, `page` numbers the pages of the layer `turn`.
     """
 
     pool: Shaped[Array, "k p *x"]
     page: Int[Array, "b *i"]
+    turn: Int[Array, "1"] | None = None
+    depth: int = static(default=1)
     columns: tuple[int, int] | None = static(default=None)
 
     @property
@@ -74,7 +80,11 @@ def is_input(x: Any) -> bool:
 
 def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
     """Return how many rows, KV heads and query heads of each there are, of those 1 where no input has any."""
-    batch = max(len(leaf.page if isinstance(leaf, Pages) else leaf.array) for leaf in leaves)
+    batch = max(
+        len(leaf.page if isinstance(leaf, Pages) else leaf.array)
+        for leaf in leaves
+        if not (isinstance(leaf, PerQuery) and leaf.layer is not None)
+    )
     heads = next(
         leaf.pool.shape[0] if isinstance(leaf, Pages) else leaf.array.shape[1]
         for leaf in leaves
@@ -90,6 +100,8 @@ def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
     if isinstance(leaf, Listed):
         shape = (*leaf.array.shape[:3], leaf.place.shape[-1])
         return jnp.take_along_axis(leaf.array, jnp.broadcast_to(leaf.place[:, :, None], shape), axis=-1)
+    if isinstance(leaf, PerQuery) and leaf.layer is not None:
+        return leaf.array[leaf.layer]
     return leaf.array
 
 
@@ -100,9 +112,10 @@ def _of_pool(leaf: Pages) -> Shaped[Array, "b k *x"]:
     out anew on a TPU.
     """
     pool, columns = leaf.pool, slice(*leaf.columns or (None,))
+    page = leaf.page if leaf.turn is None else leaf.page + leaf.turn[0] * (pool.shape[1] // leaf.depth)
     if pool.ndim < 4:
-        return pool[:, leaf.page].swapaxes(0, 1)[..., columns]
+        return pool[:, page].swapaxes(0, 1)[..., columns]
     between = pool.shape[2:-1]
     head = jnp.arange(pool.shape[0]).reshape(-1, *[1] * len(between))
-    page = leaf.page.reshape(len(leaf.page), *[1] * (1 + len(between)))
+    page = page.reshape(len(page), *[1] * (1 + len(between)))
     return pool[head, page, *jnp.ix_(*map(jnp.arange, between))][..., columns]

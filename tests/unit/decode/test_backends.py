@@ -6,11 +6,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from small_model import MODEL
+from small_model import MODEL, configuration
 
-from et_jax.decode.backends import scoring_backend, serving_backend
+from et_jax.control.controller import Controller
+from et_jax.control.select import ActiveSet, Certified, Dense
+from et_jax.control.selector import as_selector
+from et_jax.decode.backends import left_to_xla, scoring_backend, serving_backend
 
 H200, A100, V5, V6 = ("NVIDIA H200", "cuda"), ("NVIDIA A100", "cuda"), ("TPU v5 lite", "tpu"), ("TPU v6 lite", "tpu")
+NARROW_GROUP = dataclasses.replace(MODEL, num_heads=3, num_kv_heads=1)
 BF16, F32, INT8, FP8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
 
 
@@ -19,7 +23,8 @@ def on(device):
     if device is None:
         return contextlib.nullcontext()
     absent = jax.sharding.AbstractDevice(device[0], 1, device[1])
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=absent))
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), auto, abstract_device=absent))
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,26 @@ def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():
         backend, [refusal] = scoring_backend(dataclasses.replace(MODEL, head_dim=256), 64, BF16, True, "gpu")
         assert backend == "xla" and 'use "xla"' in refusal
     assert scoring_backend(MODEL, 16, F32, True, "reference") == ("reference", ())
+
+
+def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_the_reason():
+    summed = as_selector(lambda view: jnp.sum(view.middle, axis=0) > 0)
+    with on(H200):
+        assert left_to_xla(MODEL, 64, 100, frozenset(), Certified()) == {}
+        assert left_to_xla(MODEL, 64, 100, frozenset(), Dense()) == {}
+        assert left_to_xla(MODEL, 64, 100, frozenset(), as_selector(lambda view: jnp.sort(view.middle)[0] > 0)) == {
+            "kernels have no such operation": ("slice", "sort")
+        }
+        by_size = left_to_xla(MODEL, 64, 3000, frozenset({"masses"}), ActiveSet())
+        assert "sub" in by_size["kernels have arrays of at most 32,768 numbers"]
+        [(reason, names)] = left_to_xla(NARROW_GROUP, 64, 100, frozenset(), summed).items()
+        assert "reduce_sum over the 3 query heads" in reason and names == ("all",)
+    assert left_to_xla(MODEL, 64, 100, frozenset(), summed) == {}
+
+
+def test_a_configuration_says_what_xla_runs_of_its_selectors():
+    config = configuration(controller=Controller(selector=as_selector(lambda view: jnp.sort(view.middle)[0] > 0)))
+    assert config.left_to_xla == ()
+    with on(H200):
+        [sentence] = config.left_to_xla
+    assert sentence.startswith("XLA runs slice, sort of ") and sentence.endswith("kernels have no such operation")

@@ -10,12 +10,17 @@ from small_model import MODEL
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
+from et_jax.decode import attended, block_sparse, selection
+from et_jax.decode import blocks as blocks_module
 from et_jax.decode import cache as kv
-from et_jax.decode import readers, selection
+from et_jax.decode.attended import AttendedMass, attended_mass, in_units_read, with_residual
+from et_jax.decode.block_sparse import SelectedOfLayer
+from et_jax.decode.blocks import LayerKind, blocks_of, places_of
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.readers import AllOfLayer, SelectedOfLayer
-from et_jax.decode.selection import Chosen, LayerKind, Read, blocks_of, in_units_read, read_of, with_residual
+from et_jax.decode.readers import AllOfLayer
+from et_jax.decode.selection import ChosenBlocks
+from et_jax.pallas.add_residual import gpu as add_residual
 from et_jax.pallas.per_head import api, gpu
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -38,6 +43,18 @@ def test_blocks_are_those_of_the_positions_that_are_seen(window):
     np.testing.assert_array_equal(blocks.certain, newest | cut)
     whole = held.sum(axis=-1) * seen.any(axis=-1) * ~cut
     np.testing.assert_array_equal(np.where(blocks.readable, blocks.num_tokens, 0), whole)
+
+
+def test_places_are_the_page_of_the_last_token_and_the_page_that_it_fills():
+    length, end = (
+        jnp.asarray(x, jnp.int32) for x in ([0, 1, 4, 7, 8], [0, 1, 4, 8, 8])
+    )  # the fourth: another row fills
+    table = 1 + jnp.arange(10, dtype=jnp.int32).reshape(5, 2)
+    count, start, none = (length > 0).astype(jnp.int32), jnp.maximum(length - 1, 0), jnp.zeros((5, 1), jnp.int32)
+    chunk = Chunk(slot=None, table=table, token=none, position=start, start=start, count=count, end=end)
+    places = places_of(chunk, PAGE)
+    np.testing.assert_array_equal(places.last, [1, 3, 5, 8, 10])
+    np.testing.assert_array_equal(places.full, [0, 0, 5, 8, 10])
 
 
 # Shares of attention mass from one token to the next, against sums in NumPy.
@@ -67,10 +84,10 @@ def listed(log_mass):
     return found
 
 
-def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> Read:
-    """What reading the opened blocks tells, by an estimate of every block."""
+def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> AttendedMass:
+    """The masses after attention over the opened blocks, by an estimate of every block."""
     opened = jnp.asarray(opened)
-    chosen = Chosen(
+    chosen = ChosenBlocks(
         mask=pack_blocks(opened),
         listed=opened,
         count=jnp.sum(opened, axis=-1),
@@ -80,7 +97,7 @@ def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> R
         place=jnp.maximum(jnp.cumsum(opened, axis=-1) - 1, 0),
         **shares,
     )
-    return read_of(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
+    return attended_mass(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
 
 
 def log_of(share):
@@ -122,7 +139,7 @@ ROWS, TOKENS = 3, 12
 PLANT = Plant(model=MODEL, page_size=1, backend="xla", scores_backend="xla")
 
 
-def read(reader, softmax: Softmax):
+def read(reader, softmax: Softmax, depth: int = 1):
     """Attention of one token a row to random keys and values, what was read, and scores "b k g t" of tokens it sees."""
     rng, c = np.random.default_rng(0), MODEL
     table = jnp.arange(1, ROWS * TOKENS + 1, dtype=jnp.int32).reshape(ROWS, TOKENS)
@@ -134,6 +151,14 @@ def read(reader, softmax: Softmax):
     one = jnp.ones(ROWS, jnp.int32)
     token, start = jnp.zeros((ROWS, 1), jnp.int32), length - 1
     chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=one, end=length)
+    if depth > 1:  # the layer is the last of several in a pool
+        cached = jax.tree.map(
+            lambda x: jnp.concatenate([jnp.full_like(x, jnp.nan)] * (depth - 1) + [x], axis=1), cached
+        )
+        cached, turn = replace(cached, depth=depth), jnp.int32(depth - 1)
+        chunk = replace(
+            chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places_of(chunk, 1)
+        )
     out, notes = reader.read(PLANT, softmax, query, cached, None, chunk)
     grouped = np.asarray(query, np.float64).reshape(ROWS, c.num_kv_heads, -1, c.head_dim)
     score = np.einsum("bkgd,btkd->bkgt", grouped, np.asarray(key, np.float64)) * softmax.scale
@@ -162,9 +187,10 @@ SINKS = jnp.asarray([1.0, 3.0, -1.0, 2.0])
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Layers choose as on a GPU: by interpreted kernels, over tables of a power of two, and without a condition."""
-    for module in (readers, selection, api):
+    for module in (blocks_module, attended, block_sparse, selection, api):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(gpu, "by_kernels", partial(gpu.by_kernels, interpret=True))
+    monkeypatch.setattr(add_residual, "add_residual", partial(add_residual.add_residual, interpret=True))
 
 
 def mixed_rows(selector, **changes) -> SelectedOfLayer:
@@ -192,6 +218,9 @@ def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
     out, notes, _ = read(reader, softmax)
     request.getfixturevalue("by_kernels")
     out_by_kernels, notes_by_kernels, _ = read(reader, softmax)
+    stacked, notes_stacked, _ = read(reader, softmax, depth=3)
+    np.testing.assert_array_equal(stacked, out_by_kernels)
+    jax.tree.map(np.testing.assert_array_equal, notes_stacked, notes_by_kernels)
     np.testing.assert_allclose(out_by_kernels, out, atol=1e-5)
     np.testing.assert_array_equal(notes_by_kernels.block_mask, notes.block_mask)
     read_by_all = int(np.bitwise_count(np.asarray(notes.block_mask)).sum())
@@ -214,7 +243,7 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
     assert np.abs(left_out - whole).max() > 0.05
 
 
-def test_a_certificate_holds_under_sinks_and_what_is_told_was_read_is_a_lower_bound():
+def test_a_certificate_holds_under_sinks_and_the_reported_share_is_a_lower_bound():
     softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
     _, notes, score = read(pruned(Certified(chord_bounds)), softmax)
     assert notes.by_head is not None
@@ -248,7 +277,10 @@ def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
 
         def residual(here, by_list):
             read = read_after(here, estimate[rows, ..., :num_blocks], blocks, by_list, residual=True)
-            return with_residual(jnp.asarray(out[rows]), read.residual, blocks, jnp.asarray(mean))
+            found = with_residual(
+                jnp.asarray(out[rows]).reshape(-1, k * g, d), read.residual, blocks, jnp.asarray(mean)
+            )
+            return found.reshape(out[rows].shape)
 
         return np.asarray(jax.jit(residual)(here, jnp.asarray(by_list)))
 

@@ -15,7 +15,8 @@ from stored_tokens import LARGEST, as_stored
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.decode import cache as kv
-from et_jax.decode.selection import LayerKind, blocks_of, selection_of, stored_of
+from et_jax.decode.blocks import LayerKind, blocks_of
+from et_jax.decode.selection import selection_of, selector_inputs
 from et_jax.pallas.per_head import PerRow, per_head
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -62,8 +63,8 @@ def chosen(bounds: str, window: int | None, soft_cap: float | None):
         blocks = blocks_of(table, length, PAGE, window)
         many = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), selector)  # numbers have a row each
         kind = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
-        stored = stored_of(query, layer, None, blocks, tolerance, "xla", kind)
-        return per_head(functools.partial(selection_of, kind, None), many, stored), blocks.num_tokens
+        inputs = selector_inputs(query, layer, None, blocks, tolerance, "xla", kind)
+        return per_head(functools.partial(selection_of, kind, None), many, inputs), blocks.num_tokens
 
     return run
 

@@ -56,6 +56,7 @@ def test_rows_of_a_slot_see_every_block_of_their_own(layer, skipped):
     assert np.abs(apart[:5]).min(axis=(1, 2)).all() and not apart[5].any()
     if skipped is not None:
         whole, every = read_all(PLANT, *given, chunk_of(table))
+        assert by_block is not None and every is not None
         assert np.abs(whole - apart)[0].max() > 0.1
         close(by_block[0, 0, :4], every[0, 0, 2:6])  # in order from the first that is held
 
@@ -87,9 +88,9 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     opened |= np.arange(16) == held[:, None, None] - 1
     opened &= np.arange(16) < held[:, None, None]
     given = arguments(layer)
-    listed = *list_blocks(jnp.asarray(opened)), jnp.asarray(opened), jnp.asarray(LENGTHS)
-    apart = read_chosen(PLANT, *given, *listed, None)
-    together = read_chosen(PLANT, *given, *listed, jnp.asarray(AT))
+    listed = *list_blocks(jnp.asarray(opened)), jnp.asarray(opened)
+    apart = read_chosen(PLANT, *given[:-1], chunk_of(given[-1]), *listed)
+    together = read_chosen(PLANT, *given[:-1], chunk_of(given[-1], AT), *listed)
     close(together[0], apart[0])
     close(log_sum_exp(together[1]), log_sum_exp(apart[1]))
     dense, _ = read_all(PLANT, *given[:-1], chunk_of(given[-1]))

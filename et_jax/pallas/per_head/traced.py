@@ -1,0 +1,152 @@
+"""A function traced for one row and KV head, and which of its operations a GPU kernel runs."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Container
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jaxtyping import Array
+
+from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
+from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, Placed, is_input, sizes_of
+
+OVER_ALL = ("argmax", "argmin", "cumsum", "dot_general", "reduce_prod", "reduce_sum", "sort")  # repeats change these
+MARKED = 11  # query heads of the trace that shows which axes are theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function of one row and head, its inputs in their order.
+
+    jaxpr: flat, without constants. outputs: each output's variable and that of its places, None where it is in order.
+    axes: the axis of the query heads of each output, None where it has none. tree: that of the outputs.
+    """
+
+    jaxpr: Any
+    outputs: tuple[tuple[Any, Any], ...]
+    axes: tuple[int | None, ...]
+    tree: Any
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The operations that the outputs need. A selector uses little of what it sees."""
+        made = {var for eqn in self.jaxpr.eqns for var in eqn.outvars}
+        return needed(self.jaxpr.eqns, [var for pair in self.outputs for var in pair if var in made])[0]
+
+
+def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the operations of a function that XLA runs on a GPU, by the reason why no kernel does.
+
+    Raises NotImplementedError where no kernel runs any of it.
+    """
+    leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
+    found: dict[str, set[str]] = {}
+    for eqn in traced_for(function, tree, leaves).eqns:
+        if (reason := why_not(eqn)) is not None:
+            found.setdefault(reason, set()).add(eqn.primitive.name)
+    return {reason: tuple(sorted(names)) for reason, names in found.items()}
+
+
+def power_of_two(size: int) -> int:
+    """Return the least power of two that is no less."""
+    return 1 << (size - 1).bit_length()
+
+
+def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> Function:
+    """Return a function as it is run for these inputs."""
+    _, _, group = sizes_of(leaves)
+
+    def of_leaves(*arrays: Array) -> Any:
+        return function(*jax.tree.unflatten(tree, arrays))
+
+    def traced(group: int) -> tuple[Any, list[Any], Any]:
+        shapes = [_shape(leaf, group) for leaf in leaves]
+        closed, outputs = jax.make_jaxpr(flat(of_leaves, KERNEL), return_shape=True)(*shapes)
+        return closed, *jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, Placed))
+
+    closed, outputs, out_tree = traced(power_of_two(group))
+    marked, shapes, _ = traced(MARKED)
+    if group != power_of_two(group):
+        _refuse_sums(marked.jaxpr, group)
+    found = iter(closed.jaxpr.outvars)
+    pairs = tuple((next(found), next(found) if isinstance(one, Placed) else None) for one in outputs)
+    return Function(_without_constants(closed), pairs, tuple(map(_axis_of_queries, outputs, shapes)), out_tree)
+
+
+def _shape(leaf: Input, group: int) -> jax.ShapeDtypeStruct:
+    """What a function receives of an input, with so many query heads."""
+    match leaf:
+        case Pages(pool=pool, page=page):
+            shape = (*page.shape[1:], *pool.shape[2:-1], leaf.width) if pool.ndim > 2 else page.shape[1:]
+            return jax.ShapeDtypeStruct(shape, pool.dtype)
+        case Listed(array=array, place=place):
+            return jax.ShapeDtypeStruct((group, place.shape[2]), array.dtype)
+        case PerQuery(array=array):
+            return jax.ShapeDtypeStruct((group, *array.shape[3:]), array.dtype)
+        case PerHead(array=array):
+            return jax.ShapeDtypeStruct(array.shape[2:], array.dtype)
+        case PerRow(array=array):
+            return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+
+def _axis_of_queries(output: Any, marked: Any) -> int | None:
+    """Which axis of an output is of query heads: the one whose size is another where their number is."""
+    if isinstance(output, Placed):
+        return None
+    return next((i for i, (one, two) in enumerate(zip(output.shape, marked.shape, strict=True)) if one != two), None)
+
+
+def _refuse_sums(jaxpr: Any, group: int) -> None:
+    """Raise NotImplementedError for an operation over the marked query heads that repeating one of them changes."""
+    for eqn in operations(jaxpr):
+        name, params = eqn.primitive.name, eqn.params
+        shape = eqn.invars[0].aval.shape if eqn.invars else ()
+        over = params.get("axes", params.get("axis", params.get("dimension", ())))
+        if name == "dot_general":
+            over = params["dimension_numbers"][0][0]
+        if name in OVER_ALL and any(shape[axis] == MARKED for axis in np.atleast_1d(np.asarray(over, int))):
+            raise NotImplementedError(
+                f"{name} over the {group} query heads of a KV head has no kernel: {group} is no power of two"
+            )
+
+
+def _without_constants(closed: Any) -> Any:
+    """The jaxpr of a closed one that has captured no array but numbers."""
+    if any(np.ndim(one) for one in closed.consts):
+        raise NotImplementedError("a function that captures an array has no kernel: pass the array as a number of it")
+    return closed.jaxpr
+
+
+def variables(eqn: Any) -> list[Any]:
+    """Return the inputs of an operation that are no literals."""
+    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
+
+
+def why_not(eqn: Any) -> str | None:
+    """Return why no kernel runs an operation, None where one does. Arrays of kernels lie in registers."""
+    inner = operations(eqn.params["body_jaxpr"].jaxpr) if eqn.primitive.name == "while" else []
+    shapes = [var.aval.shape for one in (eqn, *inner) for var in (*variables(one), *one.outvars)]
+    if not all(one.primitive.name in IN_KERNELS for one in (eqn, *inner)):
+        return "kernels have no such operation"
+    if not all(size == power_of_two(size) for shape in shapes for size in shape):
+        return "kernels have arrays of powers of two alone"
+    if max(map(math.prod, shapes)) > MOST_NUMBERS:
+        return f"kernels have arrays of at most {MOST_NUMBERS:,} numbers"
+    return None
+
+
+def needed(eqns: list[Any], exports: list[Any], given: Container[Any] = ()) -> tuple[list[Any], list[Any]]:
+    """Return the operations that make `exports`, in order, and the values of `given` that they begin with."""
+    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
+    wanted, found, begin = list(exports), set(), {}
+    while wanted:
+        var = wanted.pop()
+        if var in given or var not in maker:
+            begin[var] = None
+        elif maker[var] not in found:
+            found.add(maker[var])
+            wanted += variables(eqns[maker[var]])
+    return [eqns[i] for i in sorted(found)], list(begin)
