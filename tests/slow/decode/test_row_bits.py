@@ -117,12 +117,10 @@ def of_first(state, output, rows: int):
     ("model", "dtype", "control", "counts", "in_8_bits"),
     [
         (WIDE, jnp.float32, "off", MANY, {}),
-        (LONE, jnp.bfloat16, "quest", (2, 144), {}),
+        (LONE, jnp.bfloat16, "quest", (2, 17, 144), {"quantize": "int8"}),
         (LONE, jnp.float32, "adaptive", (18, 144), {}),
-        (SLIDING, jnp.float32, "paper", (3, 18), {}),
+        (SLIDING, jnp.float32, "paper", (3, 18), {"cache_dtype": jnp.int8}),
         (SLIDING, jnp.bfloat16, "certified", (2, 144), {}),
-        (LONE, jnp.bfloat16, "off", (2, 17, 144), {"quantize": "int8"}),
-        (SLIDING, jnp.float32, "certified", (3, 18), {"cache_dtype": jnp.int8}),
     ],
 )
 def test_a_row_has_the_same_bits_among_any_number(model, dtype, control, counts, in_8_bits):

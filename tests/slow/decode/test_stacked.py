@@ -37,7 +37,7 @@ KEPT = named("pyramidkv", 16, window=6, gap=3)
 WAYS = {
     "prompts read in part": ("llama", {"controller": ENTROPYINFER}),
     "drafts": (
-        "gemma",
+        "llama",
         {"controller": CERTIFIED, "draft": Drafting(most=3, length=FixedLength(), drafter=Pruned(share=0.2))},
     ),
     "compression": ("gemma", {"compression": KEPT}),

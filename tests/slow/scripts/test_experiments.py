@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "docs/measurements.md"
+ALIKE = {"bounds"}  # of selectors as "selection" is, with no part of its own
 TRAINED = {"drafting", "experts", "switching", "throughput"}  # that take the models of the repository
 
 
@@ -53,15 +54,6 @@ def selection(run):
     assert np.all(beside["dense"] == 0) and np.all(beside["quest"] > 0)  # the summaries that it scores
     codes = rows(run, "8-bit mass, certified", "share_bytes") - rows(run, "8-bit mass, certified", "share_read")
     assert np.all(codes > beside["quest"])
-
-
-def bounds(run):
-    """At tolerance 0 each is the dense model, bit for bit; above, each proves what it promises, and reads less."""
-    for arm in ("box", "chord", "8-bit keys", "true mass"):
-        assert np.all(rows(run, arm, "divergence") == 0) and np.all(rows(run, arm, "share_read") == 1)
-    for arm in ("box", "chord", "8-bit keys"):
-        assert np.all(rows(run, arm, "least_kept_mass", 1) >= 0.8 - 1e-6)
-        assert value(run, arm, "share_read", 1) < 1 and np.all(rows(run, arm, "divergence", 1) > 0)
 
 
 def compression(run):
@@ -175,7 +167,7 @@ def throughput(run):
     assert value(run, "2 at once", "programs_compiled_late") == 0
 
 
-@pytest.mark.parametrize("name", experiment.names())
+@pytest.mark.parametrize("name", sorted({*experiment.names()} - ALIKE))
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = experiment.load_experiment(name)
     fields = {field.name for field in dataclasses.fields(found.settings)}
