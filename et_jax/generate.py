@@ -323,7 +323,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
-    from et_jax.batch.fingerprint import fingerprint
+    from et_jax.models.fingerprint import fingerprint
     from et_jax.models.hub import resolve
 
     beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}

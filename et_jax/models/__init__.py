@@ -9,6 +9,7 @@
 
 `model` is what the decoder asks of either: the `transformer` of this package, whose weights are `params`, or a `module`
 of the caller's own, which `module_reading` has looked at, and `calls` has freed the attention of.
-`bundled` says where the models lie that travel with the package, `calibration` keeps a model's calibrated temperature
-beside its weights, and `sharding` splits a model over the chips of a mesh.
+`bundled` says where the models lie that travel with the package, and `packaged` which ones other packages carry.
+`fingerprint` names a model by what its files hold. `sensitivity` measures what depends on each head, and `calibration`
+keeps what was measured. `sharding` splits a model over the chips of a mesh.
 """
