@@ -89,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     )
     machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
     flags.add_cache(machine)
+    flags.add_calibration(machine)
     machine.add_argument(
         "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
     )
