@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, folder: Path, model: Any, texts: list[str
         before, after = (float(negative_log_likelihood(logits, targets, t)) for t in (1.0, temperature))
     if before - after < _WORTH:
         temperature, after = 1.0, before
-    facts = calibrating.facts(named.name, params, tokens)
+    facts = calibrating.facts(args.model, named.name, params, tokens)
     facts |= {"nats_per_token_at_1": round(before, 5), "nats_per_token": round(after, 5)}
     found = Calibration(temperature=temperature, sensitivity=Table(sensitivity))
     kept = keep_calibration(folder, found, facts) if args.output is None else None

@@ -26,8 +26,8 @@ TEXT = SHIPPED / "text.txt"
 """The text that models are measured on unless another is given."""
 
 EQUAL = 1e-3
-"""Nats of divergence a squared error of length 1, in place of a measurement: in the three models that the package has
-measured, half of the heads have 1.5e-4 to 8e-4."""
+"""What stands for each sensitivity where none was measured. The medians of bundled, smollm2 and gemma3-270m are from
+1.8e-4 to 6.4e-4, and more is careful: more blocks are read at the same tolerance."""
 
 _MOST_TEMPERATURE, _MOST_SENSITIVITY = 1e6, 1e12
 _REMEDY = "measure it again with python -m et_jax.calibrate, or delete the file"

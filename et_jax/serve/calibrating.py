@@ -71,10 +71,16 @@ def measured(
     return head_sensitivity(model, params, tokens, tokens.shape[1] // 2, _DRAWS, progress=progress)
 
 
-def facts(text: str, params: ModelWeights, tokens: Int[np.ndarray, "r t"]) -> dict[str, Any]:
+def facts(name: str, text: str, params: ModelWeights, tokens: Int[np.ndarray, "r t"]) -> dict[str, Any]:
     """Return how a calibration was made, as its file says it."""
-    counted = len(tokens) * (tokens.shape[1] - 1 - tokens.shape[1] // 2)
-    about = {"text": text, "rows": len(tokens), "row_tokens": tokens.shape[1], "tokens": counted}
+    counted = len(tokens) * (tokens.shape[1] - tokens.shape[1] // 2)
+    about = {
+        "model": Path(name).name,
+        "text": text,
+        "rows": len(tokens),
+        "row_tokens": tokens.shape[1],
+        "tokens": counted,
+    }
     return about | {"dtype": str(dtype_of(params))}
 
 
@@ -84,4 +90,4 @@ def measured_at_load(
     """Return the sensitivity of a model by the package's own text, at temperature 1, and how it was measured."""
     tokens = default_rows(tokenizer, model)
     table = Table(measured(name, model, params, tokens, tell).astype(np.float32))
-    return Calibration(sensitivity=table), facts(TEXT.name, params, tokens)
+    return Calibration(sensitivity=table), facts(name, TEXT.name, params, tokens)
