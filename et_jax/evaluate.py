@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_weights(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     flags.add_cache(machine)
+    flags.add_calibration(machine)
     machine.add_argument("--batch", type=int, default=8, help="prompts decoded together (default 8)")
     output = p.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write every example, answer and accuracy; - is standard output")
@@ -121,6 +122,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         cache_policy=args.cache_policy,
         experts=args.experts,
         expert_share=args.expert_share,
+        calibration=args.calibration,
     )
     if args.prompts is None and max(lengths) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")

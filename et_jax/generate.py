@@ -89,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     )
     machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
     flags.add_cache(machine)
+    flags.add_calibration(machine)
     machine.add_argument(
         "--memory-fraction", type=float, default=0.9, help="share of the free memory that may be used (default 0.9)"
     )
@@ -323,7 +324,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
-    from et_jax.batch.fingerprint import fingerprint
+    from et_jax.models.fingerprint import fingerprint
     from et_jax.models.hub import resolve
 
     beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}

@@ -44,7 +44,8 @@ class Softmax:
 
     def with_sinks(self, log_sum: Float[Array, "*b h"]) -> Float[Array, "*b h"]:
         """Return the log of the sum that weights are divided by, from that over the tokens alone."""
-        return with_sink(log_sum, self.sink_logits)
+        sink = self.sink_logits
+        return with_sink(log_sum, None if sink is None else jnp.broadcast_to(sink, log_sum.shape))
 
     @property
     def without_sinks(self) -> "Softmax":

@@ -95,6 +95,17 @@ def add_weights(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_calibration(group: argparse._ArgumentGroup) -> None:
+    """Add the flag of what was measured of the model."""
+    group.add_argument(
+        "--calibration",
+        default="auto",
+        choices=["auto", "none"],
+        help="auto: go by what was measured of the model, and measure it where the control needs that; "
+        "none: as if all heads counted alike (docs/control.md)",
+    )
+
+
 def add_cache(group: argparse._ArgumentGroup) -> None:
     """Add the flags of what the cache keeps, and in which dtype."""
     group.add_argument(

@@ -151,7 +151,7 @@ class Certified(Pruning):
 class Adaptive(Pruning):
     """Reads the blocks of greatest expected error, from 8-bit copies of the keys.
 
-    That goes by the model's measured sensitivity to each head, which `scripts/calibrate.py` measures. The rest counts
+    That goes by the model's measured sensitivity to each head, which `et_jax.calibrate` measures. The rest counts
     as its mean value. `tolerance` is an expected error, in nats a token to an order of magnitude.
     """
 

@@ -130,24 +130,41 @@ def read_gguf(file: Path) -> Gguf:
 @functools.lru_cache(maxsize=4)
 def _read(file: Path, size: int, changed: int) -> Gguf:  # both are a part of what is kept
     first = _Reader(file).header()
-    split = _SPLIT.search(file.name)
-    count = first.values.get("split.count", 1)
-    if not isinstance(count, int) or count < 2:
+    parts = _parts(file, first.values.get("split.count", 1))
+    if parts == [file]:
         return first
-    if split is None or int(split[2]) != count:
-        raise UsageError(f"{file} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf.")
     tensors: dict[str, Place] = {}
     values: dict[str, Any] = {}
-    for number in range(1, count + 1):
-        part = file.with_name(_SPLIT.sub(f"-{number:05}-of-{count:05}.gguf", file.name))
-        if not part.exists():
-            raise UsageError(f"{file} is one of {count} parts, and {part.name} is not beside it; fetch that file too.")
+    for part in parts:
         found = _Reader(part).header()
         if twice := tensors.keys() & found.tensors.keys():
             raise UsageError(f"{part} holds {named(min(twice))}, which another part has too; {_AGAIN}.")
         tensors |= found.tensors
         values = {**found.values, **values}
     return Gguf(file=file, values=values, tensors=tensors)
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files that a GGUF file is split into, in order; the file alone where it is not split.
+
+    Raises UsageError where one is absent.
+    """
+    return _parts(file, read_gguf(file).values.get("split.count", 1))
+
+
+def _parts(file: Path, count: Any) -> list[Path]:
+    """Return the files of a model that says it is split into `count`."""
+    if not isinstance(count, int) or count < 2:
+        return [file]
+    split = _SPLIT.search(file.name)
+    if split is None or int(split[2]) != count:
+        raise UsageError(f"{file} is one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf.")
+    names = (_SPLIT.sub(f"-{number:05}-of-{count:05}.gguf", file.name) for number in range(1, count + 1))
+    parts = [file.with_name(name) for name in names]
+    for part in parts:
+        if not part.exists():
+            raise UsageError(f"{file} is one of {count} parts, and {part.name} is not beside it; fetch that file too.")
+    return parts
 
 
 class _Reader:

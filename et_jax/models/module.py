@@ -31,7 +31,7 @@ class ModuleConfig:
 
     It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer;
     None leaves them to it. `calibration` is what was measured of the module, its sensitivity by
-    `tasks.calibration.head_sensitivity`; None says that nothing was. Raises UsageError for a field that is nothing of
+    `models.sensitivity.head_sensitivity`; None says that nothing was. Raises UsageError for a field that is nothing of
     the kind.
     """
 

@@ -44,6 +44,7 @@ LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
 USUAL_POLICY = "latent"
 AUTO = "auto"
 CACHE_DTYPES = (AUTO, "bfloat16", "float32", *NAMED_8_BITS)  # the first is the dtype of the weights
+CALIBRATIONS = (AUTO, "none")  # the first is what was measured, or is measured where a control goes by it
 PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
@@ -92,6 +93,7 @@ class EngineConfig:
     cache_policy: str | None = _decisive(None)
     experts: str | ExpertRule | None = dataclasses.field(default=None, metadata={"decisive": True})
     expert_share: float | None = _decisive(None)
+    calibration: str = _decisive(AUTO)
     backend: str | None = _decisive(None)
     memory_fraction: float = 0.9
     compilation_cache: str | Path | None = PROGRAMS
@@ -102,6 +104,7 @@ class EngineConfig:
             "name": str(_text("name", self.name)),
             "dtype": str(_text("dtype", self.dtype)),
             "cache_dtype": _choice("cache_dtype", self.cache_dtype, CACHE_DTYPES),
+            "calibration": _choice("calibration", self.calibration, CALIBRATIONS),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
             "tell_reads": values.boolean("tell_reads", self.tell_reads),
             "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
@@ -219,6 +222,11 @@ class EngineConfig:
         return None if self.drafter in (LOOKUP, SELF) else self.drafter
 
     @property
+    def measures(self) -> bool:
+        """Whether a model is taken as it was measured, or is measured where a control goes by that."""
+        return self.calibration == AUTO
+
+    @property
     def others(self) -> tuple[str, ...]:
         """The models beside the one that is loaded: a small one that drafts or takes turns with it, or none."""
         return tuple(str(one) for one in (self.draft_model, self.small) if one is not None)
@@ -271,6 +279,8 @@ class EngineConfig:
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
         if self.cache_dtype == AUTO:
             del named["cache_dtype"]  # `dtype` says it
+        if self.measures:
+            del named["calibration"]
         if self.experts is None:
             del named["experts"], named["expert_share"]
         return named | {"cache_policy": self.policy}

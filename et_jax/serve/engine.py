@@ -49,6 +49,7 @@ def load(
     cache_policy: str | None = None,
     experts: str | ExpertRule | None = None,
     expert_share: float | None = None,
+    calibration: str = "auto",
     backend: str | None = None,
     memory_fraction: float = 0.9,
     compilation_cache: str | Path | None = PROGRAMS,
@@ -109,6 +110,9 @@ def load(
     "mass", to as few as hold `expert_share` (0.9) of the gate's probability; "entropy", likewise by a share that grows
     with the sequence's entropy and the gate's, `expert_share` (0.5) being the least; or an `ExpertRule` (see
     `control.experts`). Prompts are read as trained.
+    `calibration` "auto" takes what was measured of the model: in its folder's calibration.json, in the user's cache, or
+    in this package. Where a control goes by the sensitivity of heads, as "adaptive" does, and none was measured, it is
+    measured first and kept in the cache; `progress` receives how long that takes. With "none" all heads count alike.
     `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
     XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
     and they are kept in memory only.

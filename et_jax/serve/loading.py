@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models import stacks
-from et_jax.models.calibration import read_calibration
+from et_jax.models.calibration import Calibration, equal_heads, keep_calibration, read_calibration
 from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
 from et_jax.models.config import ModelConfig, ModelShape
@@ -24,12 +25,14 @@ from et_jax.models.hub import resolve
 from et_jax.models.model import dtype_of, num_weights
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
+from et_jax.serve import calibrating
 from et_jax.serve.compilation import default_folder, keep_programs
 from et_jax.serve.config import PROGRAMS, EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
 from et_jax.serve.preflight import Plan, plan
-from et_jax.serve.sizing import check_measured, decoder_config
+from et_jax.serve.sizing import decoder_config, lacks_sensitivity
 from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
+from et_jax.types import replace
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,11 +76,14 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     check_weights(folder, model)
     fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
     _check_others(settings, beside, others, model, tokenizer, tell)
-    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others)
+    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others) + _unmeasured(settings)
+    calibration = read_calibration(folder, model) if settings.measures else equal_heads(model)
+    sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
+    if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
+        calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
     model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
-    dtype, calibration = dtype_of(params), read_calibration(folder, model)
-    config = decoder_config(settings, model, dtype, num_pages=fitting.num_pages, calibration=calibration, others=others)
-    check_measured(settings.name, config)
+    dtype = dtype_of(params)
+    config = sizes(dtype, calibration=calibration)
     weights = params, *_others(beside, dtype, settings.quantize, tell)
     return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
 
@@ -113,14 +119,39 @@ def opened_module(
                 f"ModuleConfig({name}=...) of its own."
             )
     _check_others(settings, beside, others, model, found, tell)
-    sizes = partial(decoder_config, settings, model, model.dtype, calibration=config.calibration, others=others)
+    calibration = config.calibration if settings.measures else equal_heads(model)
+    sizes = partial(decoder_config, settings, model, model.dtype, calibration=calibration, others=others)
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
     fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
     served = sizes(num_pages=fitting.num_pages)
-    check_measured(settings.name, served)
-    said = _remarked_beside(beside, others)
+    if lacks_sensitivity(served):
+        began = time.perf_counter()
+        measured, _ = calibrating.measured_at_load(settings.name, model, weights, found, tell)
+        served = replace(served, calibration=replace(calibration, sensitivity=measured.sensitivity))
+        tell(f"measured in {time.perf_counter() - began:.0f} s, for this run; ModuleConfig(calibration=...) keeps it.")
+    said = _remarked_beside(beside, others) + _unmeasured(settings)
     every = weights, *_others(beside, model.dtype, None, tell)
     return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
+
+
+def _measured(
+    settings: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    known: Calibration,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> Calibration:
+    """What is `known` of a model with its sensitivity to each head, measured here and kept for the next time."""
+    began = time.perf_counter()
+    params = calibrating.floats(folder, model, settings.dtype, usable_memory(settings.memory_fraction))
+    found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, tell)
+    try:
+        kept = f"kept in {keep_calibration(folder, found, facts)}"
+    except UsageError as error:
+        kept = f"not kept: {error}"
+    tell(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {kept}".rstrip(".") + ".")
+    return replace(known, sensitivity=found.sensitivity)
 
 
 def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str) -> tuple[str, ...]:
@@ -135,6 +166,15 @@ def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str
 def _remarked_beside(beside: Mapping[str, Path], others: Sequence[ModelConfig]) -> tuple[str, ...]:
     """Those on the models beside the first, which have its dtype, whatever their own is."""
     return _remarked(beside.values(), others, "float32")
+
+
+def _unmeasured(settings: EngineConfig) -> tuple[str, ...]:
+    """A remark where nothing that was measured is to count, which is logged as a warning."""
+    if settings.measures:
+        return ()
+    remark = f"{settings.name}: with calibration none all heads count alike, and entropies are taken at temperature 1."
+    _LOG.warning(remark)
+    return (remark,)
 
 
 def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:

@@ -210,15 +210,21 @@ def _check_beside(name: str, other: ModelShape, config: DecoderConfig) -> None:
         )
 
 
+def lacks_sensitivity(config: DecoderConfig) -> bool:
+    """Return whether the controller chooses blocks by a sensitivity of heads that was not measured."""
+    needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
+    chooses = config.may_choose(config.controller)
+    return "sensitivity" in needed and chooses and config.calibration.sensitivity is None
+
+
 def check_measured(name: str, config: DecoderConfig) -> None:
     """Raise UsageError where the controller goes by what was not measured of the model."""
-    needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
-    if "sensitivity" in needed and config.calibration.sensitivity is None:
+    if lacks_sensitivity(config):
         own = isinstance(config.model, ModuleModel)
-        how = "et_jax.tasks.calibration.head_sensitivity" if own else "scripts/calibrate.py"
+        command = "" if own else f", run python -m et_jax.calibrate --model {name}"
         raise UsageError(
-            f"{name} has no measured sensitivity of its heads, which this control goes by; measure it with "
-            f"{how}, or choose certified."
+            f"{name} has no measured sensitivity of its heads, which this control goes by; load it under this control, "
+            f"which measures it{command}, or choose certified."
         )
 
 

@@ -2,5 +2,5 @@
 
 `base` says what a task is, `generators` has them by name, made of `words`; `files` reads those that others have
 published. `asking` puts them to a model, `answers` shows what it made of them. `position_loss` asks nothing, and
-`calibration` measures a model on text: the temperature of its entropies, what depends on each head.
+`calibration` fits the temperature of a model's entropies to text.
 """

@@ -1,35 +1,45 @@
-"""Measuring a model on held-out text: the temperature of its entropies, and how much depends on each query head."""
+"""The temperature of a model's entropies, fitted to text."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from et_jax.models.config import ModelConfig, ModelShape
+from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, forward
-from et_jax.softmax import Softmax
+from et_jax.models.sensitivity import causal_attend
+
+_TOGETHER = 64  # tokens whose probabilities are in memory at once
 
 
-def require_plain_attention(config: ModelShape) -> None:
-    """Raise ValueError unless each layer's attention is a softmax over all tokens, without a soft cap or sinks."""
-    kinds = [config.softmax(layer) for layer in range(config.num_layers)]
-    found = {
-        "sliding windows": any(one.window is not None for one in kinds),
-        "soft caps": any(one.soft_cap is not None for one in kinds),
-        "sinks": isinstance(config, ModelConfig) and config.sinks,
-    }
-    if odd := [name for name, there in found.items() if there]:
-        raise ValueError(
-            f"config: got {' and '.join(odd)} in attention, wanted no sliding window, soft cap or sink in any layer"
-        )
+def held_out_logits(
+    config: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"]
+) -> tuple[Float[Array, "n v"], Int[Array, " n"]]:
+    """Return logits and targets of the second half of every row, where the model has context."""
+    length = tokens.shape[1] - 1
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def logits(params: ModelWeights, rows: Int[Array, "r s"]) -> Float[Array, "n v"]:
+        def of_row(row: Int[Array, " s"]) -> Float[Array, "m v"]:
+            return forward(params, config, row[None], positions, causal_attend, None)[0][0, length // 2 :]
+
+        found = jax.lax.map(of_row, rows)
+        return found.reshape(-1, found.shape[-1])
+
+    return logits(params, jnp.asarray(tokens[:, :-1])), jnp.asarray(tokens[:, 1 + length // 2 :].reshape(-1))
 
 
 def negative_log_likelihood(
     logits: Float[Array, "n v"], targets: Int[Array, " n"], temperature: Float[Array, ""] | float
 ) -> Float[Array, ""]:
     """Return the mean of -log softmax(logits / temperature) at `targets`, in nats per token."""
-    log_prob = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=-1)
-    return -jnp.mean(jnp.take_along_axis(log_prob, targets[:, None], axis=-1))
+
+    @jax.checkpoint
+    def of_token(number: Int[Array, ""]) -> Float[Array, ""]:
+        return -jax.nn.log_softmax(logits[number].astype(jnp.float32) / temperature)[targets[number]]
+
+    return jnp.mean(jax.lax.map(of_token, jnp.arange(len(targets)), batch_size=_TOGETHER))
 
 
 def fit_temperature(
@@ -68,45 +78,3 @@ def fit_temperature(
     start = jnp.clip(jnp.float32(0.0), *bounds)
     carry = (start, optimiser.init(start), jax.grad(loss)(start), 0)
     return jnp.clip(jnp.exp(jax.lax.while_loop(unfinished, improve, carry)[0]), low, high)
-
-
-def head_sensitivity(
-    config: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"], start: int, draws: int = 4, seed: int = 0
-) -> Float[np.ndarray, "l k g"]:
-    """Return what a squared error of length 1 in a head's output costs, in nats of divergence, on average.
-
-    An error e in the output moves the distributions by e' F e / 2 to second order, F the Fisher information, the mean
-    of g g' over tokens drawn from the model's own distributions, g the gradient of their log probability. An error
-    in no particular direction costs |e|^2 tr F / 2d. Outputs from token `start` on are counted, and with each all
-    later tokens that it reaches; `draws` times as many tokens are drawn.
-
-    Raises ValueError for a model with sliding windows, soft caps or sinks.
-    """
-    require_plain_attention(config)
-    length = tokens.shape[1]
-    positions, counts = jnp.arange(length, dtype=jnp.int32)[None], jnp.arange(length) >= start
-
-    @jax.jit
-    def of_row(row: Int[Array, " t"], key: Array) -> Float[Array, "l h"]:
-        def logits(errors: Float[Array, "l t h d"]) -> Float[Array, "t v"]:
-            def attend(layer: int, q: Array, k: Array, v: Array, memory: None, softmax: Softmax) -> tuple[Array, None]:
-                out = jax.nn.dot_product_attention(q, k, v, scale=softmax.scale, is_causal=True)
-                return out + errors[layer][None], memory
-
-            return forward(params, config, row[None], positions, attend, None)[0][0]
-
-        found, back = jax.vjp(logits, jnp.zeros((config.num_layers, length, config.num_heads, config.head_dim)))
-        share = jax.nn.softmax(found)
-
-        def once(total: Float[Array, "l h"], key: Array) -> tuple[Float[Array, "l h"], None]:
-            drawn = jax.nn.one_hot(jax.random.categorical(key, found), found.shape[-1])
-            [gradient] = back(jnp.where(counts[:, None], drawn - share, 0.0))
-            squares = jnp.sum(jnp.square(gradient), axis=-1)
-            return total + jnp.mean(squares, axis=1, where=counts[:, None]), None
-
-        total = jnp.zeros((config.num_layers, config.num_heads))
-        return jax.lax.scan(once, total, jax.random.split(key, draws))[0] / draws
-
-    keys = jax.random.split(jax.random.key(seed), len(tokens))
-    mean = np.mean([np.asarray(of_row(row, key), np.float64) for row, key in zip(tokens, keys, strict=True)], axis=0)
-    return (mean / (2 * config.head_dim)).reshape(config.num_layers, config.num_kv_heads, config.group_size)

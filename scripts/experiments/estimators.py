@@ -13,6 +13,7 @@ import numpy as np
 
 from et_jax.control import entropy
 from et_jax.serve.engine import load
+from et_jax.tasks.calibration import held_out_logits
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
@@ -40,7 +41,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each number of tokens listed."""
     served = load(settings.model, dtype="float32", max_num_seqs=2)
     rows = text.rows(served, settings.text, settings.rows, settings.length or served.max_model_len)
-    logits, _ = text.held_out_logits(served, rows)
+    logits, _ = held_out_logits(served.config, served.params, rows)
     truth = entropy.entropy(entropy.moments(logits))
 
     def arm(name: str, k: int) -> dict[str, Any]:

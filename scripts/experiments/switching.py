@@ -23,6 +23,7 @@ from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, S
 from et_jax.decode.sampling import fold_key, plain, sample_token
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.tasks.calibration import held_out_logits
 from et_jax.types import Number, replace, value
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Figure, Group, setting
@@ -75,7 +76,7 @@ class ByCoin(Switch):
 def agreement(model: Model, prompts: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return of each text the share of tokens that the model would have said, and its mean log-probability of one."""
     number, length = tokens.shape
-    logits, targets = text.held_out_logits(model, np.concatenate([prompts, tokens], axis=1))
+    logits, targets = held_out_logits(model.config, model.params, np.concatenate([prompts, tokens], axis=1))
     seeds = jnp.stack([jnp.zeros(number, jnp.uint32), jnp.arange(number, dtype=jnp.uint32)], axis=1)
     key = jax.vmap(fold_key, in_axes=(0, None))(replace(plain((number,)), key=seeds), jnp.int32(0)).key
     position = jnp.tile(jnp.arange(length, 2 * length, dtype=jnp.int32), number)

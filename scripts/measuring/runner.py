@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.batch.fingerprint import fingerprint
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
+from et_jax.models.fingerprint import fingerprint
 from et_jax.models.hub import resolve
 from scripts.measuring.experiment import Base, Experiment, Missed
 from scripts.measuring.results import REPOSITORY, machine

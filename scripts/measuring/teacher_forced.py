@@ -5,6 +5,7 @@ under any controller, and with any compression of the cache. So what a step chan
 same tokens decoded by the dense model stand beside.
 """
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from et_jax.decode.decoder import decoder, in_float32
 from et_jax.decode.plant import costs
 from et_jax.decode.state import DecodeState, empty, fresh_control, slot_laws
 from et_jax.decode.step import step
+from et_jax.models.calibration import Calibration
 from et_jax.scope import own_settings
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
@@ -90,6 +92,7 @@ class TeacherForced:
     def __init__(self, model: Model, rows: Int[np.ndarray, "r t"], start: int, batch: int = 8) -> None:
         self.model, self.rows, self.start = model, rows, start
         self.batch = max(2, min(batch, len(rows)))
+        self.calibration = model.decoder_config.calibration
         self.dense_log_probs: list[Array] = []
         self._programs: dict[Any, Any] = {}
         self._started: dict[Any, DecodeState] = {}
@@ -130,6 +133,12 @@ class TeacherForced:
         """The share of attention mass of every query head on each block, of the dense model at each measured token."""
         return self.run(guarded(true_mass), given={"tolerance": 0.0}, keep=("block_mass",)).kept["block_mass"]
 
+    def calibrated(self, calibration: Calibration) -> "TeacherForced":
+        """Return the same rows, with the same dense predictions, of the model under another calibration."""
+        other = copy.copy(self)
+        other.calibration, other._programs = calibration, {}
+        return other
+
     @property
     def measured(self) -> tuple[int, int]:
         """Rows, and measured tokens of each."""
@@ -148,6 +157,7 @@ class TeacherForced:
             max_steps=1,
             controller=controller,
             compression=compression,
+            calibration=self.calibration,
             keep=frozenset({"logits"}),
         )
 

@@ -19,7 +19,7 @@ LAYERS = {
     "serve": 4,
     **dict.fromkeys(("batch", "tasks", "report"), 5),
     "training": 6,
-    **dict.fromkeys(("generate", "evaluate", "__init__"), 7),
+    **dict.fromkeys(("generate", "evaluate", "calibrate", "__init__"), 7),
     "__main__": 9,
 }
 FORBIDDEN = {"torch", "transformers", "hypothesis", "pytest"}  # for golden files and tests alone

@@ -56,6 +56,14 @@ def selection(run):
     assert np.all(codes > beside["quest"])
 
 
+def calibration(run):
+    """Each arm reads the share asked for; of a model whose heads count alike all deals are the same."""
+    assert np.all(rows(run, "dense", "divergence") == 0)
+    for arm in ("calibrated", "equal", "shuffled"):
+        assert 0.4 <= value(run, arm, "share_read") <= 0.6
+    np.testing.assert_array_equal(rows(run, "calibrated", "loss"), rows(run, "shuffled", "loss"))
+
+
 def compression(run):
     for arm in ("snapkv", "streaming"):
         assert np.all(rows(run, arm, "divergence") > 0) and np.all(rows(run, arm, "share_read") < 0.75)

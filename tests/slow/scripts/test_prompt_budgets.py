@@ -9,10 +9,10 @@ from small_model import MODEL, prompt, weights
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.segment import Segment
 from et_jax.decode.plant import Plant
+from et_jax.models.sensitivity import causal_attend
 from et_jax.models.transformer import forward
 from et_jax.types import replace
 from scripts.measuring.prompts import SizedConstant, SizedEntropy, logits_of
-from scripts.measuring.text import causal_attend
 
 PAGE, SEGMENT, LENGTH = 4, 8, 48
 PLANT = Plant(model=MODEL, page_size=PAGE, backend="xla", scores_backend="xla")

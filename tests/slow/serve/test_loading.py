@@ -102,7 +102,6 @@ def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence():
         (own, whole | {"dtype": "float32"}, "dtype is float32; leave it out, for a module"),
         (own, whole | {"quantize": "int8"}, "quantize is int8; leave it out, for a module"),
         (own, whole | {"max_model_len": 97}, "max_model_len is 97; Plain was made for 96"),
-        (own, whole | {"control": "adaptive"}, "Plain has no measured sensitivity of its"),
         (other, whole, "has a vocabulary of 4000 tokens and the tokenizer one of 4096; give the"),
         (own, whole | {"config": replace(SHORT, bos_token_id=4096)}, f"{beyond}bos_token_id=...)"),
         ("bundled-small", {"config": SHORT}, named),

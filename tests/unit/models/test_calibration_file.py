@@ -5,7 +5,10 @@ import pytest
 from small_model import MODEL
 
 from et_jax.errors import UsageError
-from et_jax.models.calibration import Calibration, read_calibration, write_calibration
+from et_jax.models.calibration import Calibration, keep_calibration, read_calibration, write_calibration
+from et_jax.models.checkpoint import read_config
+from et_jax.models.fingerprint import fingerprint
+from et_jax.models.packaged import PACKAGED, packaged_file
 from et_jax.types import Table
 
 SHAPE = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
@@ -18,6 +21,30 @@ def test_what_is_written_is_read(tmp_path):
     table = Table(np.arange(1, 1 + np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 8)
     write_calibration(tmp_path, Calibration(temperature=2.0, sensitivity=table), {})
     assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
+
+
+def test_what_is_kept_is_found_by_the_weights_and_what_a_folder_says_counts_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights, table = tmp_path / "model.safetensors", Table(np.full(SHAPE, 0.5, np.float32))
+    weights.write_bytes(b"weights")
+    kept = keep_calibration(tmp_path, Calibration(temperature=1.5, sensitivity=table), {"rows": 6})
+    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=1.5, sensitivity=table)
+    weights.write_bytes(b"others")
+    assert read_calibration(tmp_path, MODEL) == Calibration()
+    write_calibration(tmp_path, Calibration(temperature=2.0), {})
+    kept.rename(kept.with_name(f"{fingerprint(tmp_path)}.json"))
+    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKAGED)
+def test_models_that_packages_carry_come_measured(name, tmp_path, monkeypatch):
+    try:
+        file = packaged_file(name)
+    except UsageError:
+        pytest.skip(f"{name} is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert read_calibration(file, read_config(file)).sensitivity is not None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,11 @@
 """The fingerprint of a model changes with what its files hold."""
 
-from et_jax.batch.fingerprint import fingerprint
+import pytest
+from gguf_files import write_gguf
+from places import GOLDEN
+
+from et_jax.io.gguf import parts_of, read_gguf
+from et_jax.models.fingerprint import fingerprint
 
 
 def test_any_change_that_matters_shows(tmp_path):
@@ -31,3 +36,20 @@ def test_every_byte_of_a_small_file_counts(tmp_path):
         small.write_bytes(data)
         seen.add(fingerprint(tmp_path))
     assert len(seen) == 64
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_a_changed_weight_of_a_gguf_file_shows_in_any_part_and_its_name_does_not(tmp_path, parts):
+    write_gguf(tmp_path / "model.gguf", GOLDEN / "llama2", parts=parts)
+    first = min(tmp_path.iterdir())
+    seen = [fingerprint(first)]
+    for part in parts_of(first):
+        place = next(place for place in read_gguf(first).tensors.values() if place.file == part)
+        data = bytearray(part.read_bytes())
+        data[place.begin + 5] ^= 1
+        part.write_bytes(data)
+        seen.append(fingerprint(first))
+    assert len(set(seen)) == len(seen) == 1 + len(parts_of(first)) and (len(seen) > 2) == bool(parts)
+    for part in parts_of(first):
+        part.rename(part.with_name(part.name.replace("model", "other")))
+    assert fingerprint(min(tmp_path.iterdir())) == seen[-1]
