@@ -26,6 +26,7 @@ _AGAIN = "fetch the file again"
 _NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _MOST_AXES = 4
+_MOST_ITEMS = 2**23  # of all lists of a file, in Python's objects of some 60 bytes; vocabularies have up to 2**18
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes of tensors that are not quantised."""
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
@@ -171,7 +172,7 @@ class _Reader:
     """A file that is read from its first byte on."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._size, self._at = file, check_regular(file), 0
+        self._file, self._size, self._at, self._items = file, check_regular(file), 0, 0
         if self._size < 24:
             raise self._damaged("it is too short")
         with file.open("rb") as opened:
@@ -248,10 +249,11 @@ class _Reader:
         if kind != _ARRAY:
             return self._numbers(kind, 1)[0].item()
         kind = self._number("I")
-        if kind == _TEXT:
-            return [self._text() for _ in range(self._count(8))]
-        count = self._count(np.dtype(_NUMBERS.get(kind, "u1")).itemsize)
-        return self._numbers(kind, count).tolist()
+        count = self._count(8 if kind == _TEXT else np.dtype(_NUMBERS.get(kind, "u1")).itemsize)
+        self._items += count
+        if self._items > _MOST_ITEMS:
+            raise self._damaged(f"its lists have more than {_MOST_ITEMS} items")
+        return [self._text() for _ in range(count)] if kind == _TEXT else self._numbers(kind, count).tolist()
 
     def _numbers(self, kind: int, count: int) -> np.ndarray:
         if kind not in _NUMBERS:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import struct
 from functools import partial
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_a_damaged_header_ends_in_a_sentence_and_takes_no_memory(seed, header, t
             refused += 1
             assert str(error).count("\n") == 0 and len(str(error)) < 600
     assert refused > 40
+
+
+def test_a_list_of_millions_is_refused_before_it_is_made(tmp_path):
+    """Of bytes, of which Python's list takes eight times the file."""
+    key = b"general.numbers"
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IIQ", 9, 0, 2**24)
+    (tmp_path / "model.gguf").write_bytes(head + bytes(2**24))
+    with pytest.raises(UsageError, match="its lists have more than 8388608 items"):
+        read_gguf(tmp_path / "model.gguf")
 
 
 def test_what_is_no_gguf_file_is_named(tmp_path):
