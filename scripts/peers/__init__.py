@@ -3,8 +3,11 @@
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from et_jax.errors import UsageError
 
@@ -37,6 +40,17 @@ class Engine:
     def generate(self, prompts: list[list[int]], tokens: int) -> Any:
         """Return the seconds of a turn, to its end and to its first token, and its ids."""
         return self._ask("generate", prompts=prompts, tokens=tokens)
+
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of texts."""
+        return self._ask("tokens", texts=texts)["ids"]
+
+    def logits(self, prompt: list[int]) -> np.ndarray:
+        """Return the logits after every token of a prompt, "t v"."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "logits.npy"
+            self._ask("logits", prompt=prompt, file=str(file))
+            return np.load(file)
 
     def end(self) -> None:
         """Have it end, and wait until it has."""

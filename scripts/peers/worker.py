@@ -59,7 +59,8 @@ class LlamaCpp:
         gguf_file: Any = importlib.import_module("gguf_file")
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = 0
-        self.model = lib.llama_model_load_from_file(str(gguf_file.written(Path(model), form)).encode(), settings)
+        file = model if model.endswith(".gguf") else str(gguf_file.written(Path(model), form))
+        self.model = lib.llama_model_load_from_file(file.encode(), settings)
         context = lib.llama_context_default_params()
         context.n_seq_max = batch
         context.n_ctx = batch * -(-length // 256) * 256
@@ -67,10 +68,12 @@ class LlamaCpp:
         context.n_threads = context.n_threads_batch = num_cores()
         if form == "float32":
             context.type_k = context.type_v = lib.GGML_TYPE_F32
+            context.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which computes in float16
         self.context = lib.llama_init_from_model(self.model, context)
         if self.context is None:
             raise RuntimeError(f"llama.cpp has no room for {batch} sequences of {length} tokens")
-        self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        self.vocabulary = lib.llama_model_get_vocab(self.model)
+        self.vocab_size = lib.llama_vocab_n_tokens(self.vocabulary)
         self.batch = lib.llama_batch_init(batch * length, 0, 1)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -90,6 +93,23 @@ class LlamaCpp:
                 own.append(token)
         return timed(began, first, ids)
 
+    def tokens(self, texts: list[str]) -> dict[str, Any]:
+        """Return the ids of texts, with no special token."""
+        ids = []
+        for text in texts:
+            content = text.encode()
+            room = (self.lib.llama_token * (len(content) + 8))()
+            count = self.lib.llama_tokenize(self.vocabulary, content, len(content), room, len(room), False, False)
+            ids.append(list(room[:count]))
+        return {"ids": ids}
+
+    def logits(self, prompt: list[int], file: str) -> None:
+        """Write the logits after every token of a prompt to a NumPy file."""
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
+        for position, token in enumerate(prompt):
+            self._put(position, token, position, 0, True)
+        self.numpy.save(file, self._logits(len(prompt), len(prompt)))
+
     def _put(self, index: int, token: int, position: int, row: int, asked: bool) -> None:
         batch = self.batch
         batch.token[index], batch.pos[index], batch.logits[index] = token, position, asked
@@ -97,11 +117,14 @@ class LlamaCpp:
 
     def _decoded(self, size: int, rows: int) -> list[int]:
         """Decode the first `size` tokens of the batch, and return the likeliest token after each one asked for."""
+        return self._logits(size, rows).argmax(axis=1).tolist()
+
+    def _logits(self, size: int, rows: int) -> Any:
         self.batch.n_tokens = size
         if code := self.lib.llama_decode(self.context, self.batch):
             raise RuntimeError(f"llama_decode answered {code}")
         logits = self.lib.llama_get_logits(self.context)
-        return self.numpy.ctypeslib.as_array(logits, shape=(rows, self.vocab_size)).argmax(axis=1).tolist()
+        return self.numpy.ctypeslib.as_array(logits, shape=(rows, self.vocab_size))
 
 
 class Transformers:
