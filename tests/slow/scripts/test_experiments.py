@@ -121,7 +121,7 @@ def every_round(run):
             assert min(next(iter(arm["rows"].values()))) > 0
 
 
-peers = step_parts = every_round
+peers = presets = step_parts = every_round
 
 
 def signals(run):

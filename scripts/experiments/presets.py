@@ -1,0 +1,72 @@
+"""Does a preset that reads a part of the blocks save time on a real model, by the length of the context?
+
+The model continues the beginning of a text greedily, one sequence at a time, and the presets take turns. Each chooses
+blocks at every length. Counted is the time between the first and the last new token, traces included; what a prompt
+takes is not.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from et_jax.control.presets import preset
+from et_jax.errors import UsageError
+from et_jax.serve.engine import load
+from et_jax.serve.model import Model
+from scripts.measuring import experiment
+from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.text import texts
+from scripts.measuring.timing import Round
+
+LONGEST_TOKEN = 16  # characters of a token, which few have
+ARMS = ("off", "paper", "guarded", "certified", "adaptive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Flags of the experiment."""
+
+    model: str = experiment.model("smollm2")
+    text: Path = experiment.text()
+    contexts: tuple[int, ...] = setting((2048, 4096, 7680), "tokens of the prompt", least=2, quick=(120,))
+    controls: tuple[str, ...] = setting(ARMS, "presets", choices=ARMS, quick=("off", "paper"))
+    tokens: int = setting(64, "new tokens", least=2, quick=8)
+    rounds: int = setting(3, "rounds in which the presets take turns", least=2, quick=2)
+
+
+def decoding(model: Model, name: str, prompt: list[int], tokens: int) -> Round:
+    """Return a round of new tokens after a prompt, under a preset."""
+    control = preset(name) if name == "off" else preset(name, min_context=0)
+
+    def timed() -> dict[str, float]:
+        first, trace = 0.0, ()
+        for event in model.stream([prompt], max_tokens=tokens, temperature=0.0, ignore_eos=True, control=control):
+            first = first or time.perf_counter()
+            trace = event.completion.trace if event.completion else ()
+        milliseconds = 1e3 * (time.perf_counter() - first) / (tokens - 1)
+        share = sum(row.blocks_read for row in trace) / sum(row.blocks_held for row in trace)
+        return {"milliseconds": milliseconds, "share_read": share}
+
+    return timed
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each context."""
+    longest = max(settings.contexts) + settings.tokens
+    model = load(settings.model, max_num_seqs=1, max_model_len=longest)
+    text = "\n\n".join(texts(settings.text))[: LONGEST_TOKEN * longest]
+    tokens = model.tokenizer.encode(text)
+    if len(tokens) < longest:
+        raise UsageError(f"--text has {len(tokens)} tokens and {longest} are wanted; give a longer one.")
+    for context in settings.contexts:
+        prompt = tokens[:context]
+        arms = {name: partial(decoding, model, name, prompt, settings.tokens) for name in settings.controls}
+        yield Group(labels={"tokens": context}, arms=arms, baseline="off", rounds=settings.rounds)
+
+
+FIGURES = {
+    "milliseconds": Figure(header="ms a token", against="ratio"),
+    "share_read": Figure(header="blocks read"),
+}
