@@ -50,6 +50,7 @@ def test_no_lists_are_lists_of_all_blocks_in_sight(name, backend, skips):
     }
     out, block_lse = run(**given | more, **shape.settings)
     rows = len(shape.row_lengths)
+    assert block_lse is not None
     assert not np.asarray(out[rows:]).any() and np.isneginf(block_lse[rows:]).all()
     out, block_lse = (np.asarray(x[:rows]) for x in (out, block_lse))
     blocks, counts = in_sight(shape, skipped)
