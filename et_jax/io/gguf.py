@@ -1,7 +1,7 @@
 """GGUF, the file format of llama.cpp: values by key and the places of tensors, read with care.
 
-A file comes from strangers. Every count and length is compared with the bytes that are left before room is made, so
-that no more memory is taken than the file has. Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+Files come from strangers. The reader compares every count and length with the bytes that are left, and counts the items
+of all lists, before it makes room. Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class GgufTensor:
     """Where a tensor lies: `kind` is its type in ggml's words, `shape` has the fastest axis last, `begin` is a byte."""
 
     file: Path
@@ -68,7 +68,7 @@ class Gguf:
 
     file: Path
     values: Mapping[str, Any]
-    tensors: Mapping[str, Place]
+    tensors: Mapping[str, GgufTensor]
 
 
 @functools.cache
@@ -112,11 +112,11 @@ def gguf_in(folder: Path) -> Path | None:
         files = sorted(one for one in folder.iterdir() if is_gguf(one) and one.is_file())
     except OSError:  # a folder that may not be read, of which reading config.json will say so
         return None
-    whole = [file for file in files if (split := _SPLIT.search(file.name)) is None or int(split[1]) == 1]
-    if len(whole) > 1:
-        names = ", ".join(file.name for file in whole[:4])
-        raise UsageError(f"{folder} holds {len(whole)} GGUF files ({names}); name the one to load.")
-    return whole[0] if whole else None
+    models = [file for file in files if (split := _SPLIT.search(file.name)) is None or int(split[1]) == 1]
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models[:4])
+        raise UsageError(f"{folder} holds {len(models)} GGUF files ({names}); name the one to load.")
+    return models[0] if models else None
 
 
 def read_gguf(file: Path) -> Gguf:
@@ -129,12 +129,12 @@ def read_gguf(file: Path) -> Gguf:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(file: Path, size: int, changed: int) -> Gguf:  # both are a part of what is kept
+def _read(file: Path, size: int, changed: int) -> Gguf:  # a file that was replaced has another size or time
     first = _Reader(file).header()
     parts = _parts(file, first.values.get("split.count", 1))
     if parts == [file]:
         return first
-    tensors: dict[str, Place] = {}
+    tensors: dict[str, GgufTensor] = {}
     values: dict[str, Any] = {}
     for part in parts:
         found = _Reader(part).header()
@@ -199,9 +199,9 @@ class _Reader:
             raise self._damaged("general.alignment is no power of two")
         return Gguf(file=self._file, values=values, tensors=self._placed(places, -(-self._at // alignment) * alignment))
 
-    def _placed(self, places: list[Place], data: int) -> dict[str, Place]:
+    def _placed(self, places: list[GgufTensor], data: int) -> dict[str, GgufTensor]:
         """Return tensors by name, each within the file and apart from the others."""
-        found: dict[str, Place] = {}
+        found: dict[str, GgufTensor] = {}
         end = data
         for place in sorted(places, key=lambda place: place.begin):
             block, _ = block_of(place.kind)
@@ -218,7 +218,7 @@ class _Reader:
             found[place.name] = dataclasses.replace(place, begin=begin)
         return found
 
-    def _tensor(self) -> Place:
+    def _tensor(self) -> GgufTensor:
         name = self._text()
         axes = self._number("I")
         if not 1 <= axes <= _MOST_AXES:
@@ -227,7 +227,7 @@ class _Reader:
         if not 0 < math.prod(shape) <= 8 * self._size:
             raise self._damaged(f"the tensor {named(name)} has more numbers than the file has room for")
         kind, begin = self._number("I"), self._number("Q")
-        return Place(file=self._file, name=name, kind=self._kind(kind, name), shape=shape, begin=begin)
+        return GgufTensor(file=self._file, name=name, kind=self._kind(kind, name), shape=shape, begin=begin)
 
     def _kind(self, number: int, name: str) -> str:
         plain = {0: "F32", 1: "F16", 30: "BF16"}

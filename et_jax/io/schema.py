@@ -224,6 +224,23 @@ class TokenizerFile(msgspec.Struct):
     decoder: Any = None
 
 
+class GgufTokenizerFile(msgspec.Struct):
+    """The values of a GGUF file whose keys begin with `tokenizer.ggml.`."""
+
+    tokens: list[str]
+    model: str | None = None
+    pre: str | None = None
+    token_type: list[int] | None = None
+    merges: list[str] | None = None
+    scores: list[float] | None = None
+    add_bos_token: bool | None = None
+    add_space_prefix: bool | None = None
+    bos_token_id: Id | None = None
+    eos_token_id: Id | None = None
+    eot_token_id: Id | None = None
+    eom_token_id: Id | None = None
+
+
 class CalibrationFile(msgspec.Struct):
     """calibration.json."""
 

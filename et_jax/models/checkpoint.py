@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from et_jax.errors import UsageError
 from et_jax.io import checksums
-from et_jax.io.gguf import Place, is_gguf
+from et_jax.io.gguf import GgufTensor, is_gguf
 from et_jax.io.schema import read_json
 from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
@@ -206,7 +206,7 @@ def load(
 
     def read(piece: Piece) -> np.ndarray:
         tensor = tensors[piece.tensor]
-        return gguf.read(tensor, piece, config) if isinstance(tensor, Place) else read_piece(tensor, piece)
+        return gguf.read(tensor, piece, config) if isinstance(tensor, GgufTensor) else read_piece(tensor, piece)
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.io.gguf import FLOATS, Gguf, Place, read_gguf
+from et_jax.io.gguf import FLOATS, Gguf, GgufTensor, read_gguf
 from et_jax.io.schema import named
 from et_jax.models.config import ModelConfig
 from et_jax.models.families.registry import FAMILIES, from_hugging_face
@@ -151,9 +151,11 @@ def _own_values(name: str, given: Any, values: Mapping[str, Any]) -> dict[str, A
             "logits_scaling": given("logit_scale"),
         }
     if name == "phi3":
+        turned, head_dim = given("rope.dimension_count", values["head_dim"]), values["head_dim"]
+        known = isinstance(turned, int) and isinstance(head_dim, int) and head_dim > 0
         return {
             "sliding_window": given("attention.sliding_window") or None,
-            "partial_rotary_factor": given("rope.dimension_count", values["head_dim"]) / values["head_dim"],
+            "partial_rotary_factor": turned / head_dim if known else turned,  # what is no number is refused later
         }
     return {}
 
@@ -205,8 +207,9 @@ def _each_layer(gguf: Gguf, name: str, value: Any) -> Any:
     return value[0]
 
 
-def _share(whole: Any, parts: Any) -> int | None:
-    return whole // parts if isinstance(whole, int) and isinstance(parts, int) and parts else None
+def _share(width: Any, heads: Any) -> int | None:
+    """Return the width of a head, None where either is no number: reading config.json's words refuses them later."""
+    return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
 def sources(config: ModelConfig, shapes: Mapping[str, Shape]) -> Sources:
@@ -222,7 +225,7 @@ def sources(config: ModelConfig, shapes: Mapping[str, Shape]) -> Sources:
     return found
 
 
-def check(file: Path, config: ModelConfig, sources: Sources) -> dict[str, Place]:
+def check(file: Path, config: ModelConfig, sources: Sources) -> dict[str, GgufTensor]:
     """Return the tensors that a model is read from.
 
     Raises UsageError where one is absent, has another shape, or would be left out.
@@ -240,7 +243,7 @@ def check(file: Path, config: ModelConfig, sources: Sources) -> dict[str, Place]
     return {name: gguf.tensors[name] for name in wanted}
 
 
-def stored_as(place: Place) -> str:
+def stored_as(place: GgufTensor) -> str:
     """Return the dtype of a tensor in the words of safetensors, `QUANTISED` where it is none."""
     return place.kind if place.kind in FLOATS else QUANTISED
 
@@ -250,7 +253,7 @@ def embedding_stored_as(file: Path) -> str:
     return stored_as(read_gguf(file).tensors[EMBEDDING])
 
 
-def read(place: Place, piece: Piece, config: ModelConfig) -> np.ndarray:
+def read(place: GgufTensor, piece: Piece, config: ModelConfig) -> np.ndarray:
     """Return a piece of a weight as it was before it was converted."""
     found = place.numbers(piece.rows)
     found = found.reshape(piece.shape_read)

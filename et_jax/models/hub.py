@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
+from et_jax.io.gguf import is_gguf
 from et_jax.io.schema import named
 from et_jax.models.checkpoint import read_config
 from et_jax.models.local import local_model
@@ -36,6 +37,8 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, 
         return found
     try:
         folder = Path(name).expanduser()
+        if is_gguf(folder) and not folder.exists():
+            raise UsageError(f"{name} does not exist; check the spelling.")
         if folder.exists():
             raise UsageError(
                 f"{name} is a file; name a GGUF file, or the folder that holds config.json and the safetensors."

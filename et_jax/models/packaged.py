@@ -50,7 +50,10 @@ def packaged_file(name: str) -> Path:
     if hashlib.sha256(content).hexdigest() != model.sha256:
         raise UsageError(f"{parts[0].parent} is damaged (another SHA-256); run: {model.install} --force-reinstall")
     if len(parts) > 1:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{file.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME.") from error
         replace_file(file, content)
     with contextlib.suppress(OSError, UsageError):  # a cache that cannot be written
         stamp.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from et_jax.errors import UsageError
-from et_jax.io.gguf import Place
+from et_jax.io.gguf import GgufTensor
 from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
 from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
@@ -51,16 +51,16 @@ class Encoded(NamedTuple):
     shape: tuple[int, ...]
 
 
-Tensors = Mapping[str, Stored | Encoded | Place]
+Tensors = Mapping[str, Stored | Encoded | GgufTensor]
 """The weights that a model is read from, by the names that their tensors have as floats."""
 
 
-def stored_as(tensor: Stored | Encoded | Place) -> str:
+def stored_as(tensor: Stored | Encoded | GgufTensor) -> str:
     """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors.
 
     That of a quantised tensor of a GGUF file is `gguf.QUANTISED`.
     """
-    if isinstance(tensor, Place):
+    if isinstance(tensor, GgufTensor):
         return gguf.stored_as(tensor)
     return tensor.stored if isinstance(tensor, Stored) else "F32"
 

@@ -8,18 +8,18 @@ tokenizer.json.
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import read_gguf
-from et_jax.io.schema import MAX_EOS_IDS, MAX_TEMPLATE_BYTES, named
+from et_jax.io.schema import MAX_EOS_IDS, MAX_TEMPLATE_BYTES, GgufTokenizerFile, checked, named
 from et_jax.text.backends import Backend, JsonBackend, SentencePieceBackend
 from et_jax.text.chat import Template
 from et_jax.text.tokenizer import Tokenizer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_KEYS = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 
 _ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = rf"{_ENDS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
@@ -53,32 +53,26 @@ _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn
 def gguf_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a GGUF file. Raises UsageError for a kind or a rule that is not supported."""
     values = read_gguf(file).values
-
-    def given(key: str) -> Any:
-        return values.get(f"tokenizer.ggml.{key}")
-
-    tokens, types = given("tokens"), given("token_type")
-    if not tokens or not isinstance(tokens, list):
-        raise UsageError(f"{file} has no tokenizer; use a file with tokenizer.ggml.tokens.")
-    types = [1] * len(tokens) if types is None else list(types)
+    own = {key.removeprefix(_KEYS): value for key, value in values.items() if key.startswith(_KEYS)}
+    found = checked(own, GgufTokenizerFile, f"{file}: {_KEYS}*", "fetch the file again")
+    tokens, rule = found.tokens, found.pre or "default"
+    types = [1] * len(tokens) if found.token_type is None else found.token_type
     if len(types) != len(tokens):
         raise UsageError(f"{file} has {len(tokens)} tokens and {len(types)} of their types; fetch the file again.")
-    kind, rule = given("model"), given("pre") or "default"
-    add_bos = given("add_bos_token")
-    if kind == "gpt2":
-        backend: Backend = _byte_pairs(file, tokens, types, given("merges") or [], rule)
-        add_bos = rule in _WHOLE_WORDS if add_bos is None else add_bos
-    elif kind == "llama":
-        backend = _sentence_pieces(file, tokens, types, given("scores") or [], given("add_space_prefix"))
-        add_bos = True if add_bos is None else add_bos
+    if found.model == "gpt2":
+        backend: Backend = _byte_pairs(file, tokens, types, found.merges or [], rule)
+        begins = rule in _WHOLE_WORDS
+    elif found.model == "llama":
+        backend, begins = _sentence_pieces(file, tokens, types, found.scores or [], found.add_space_prefix), True
     else:
-        raise UsageError(f"{file}: tokenizers of the kind {named(str(kind))} are not supported, only gpt2 and llama.")
-
-    bos, eos = (_token(tokens, given(f"{name}_token_id")) for name in ("bos", "eos"))
+        raise UsageError(
+            f"{file}: tokenizers of the kind {named(str(found.model))} are not supported, only gpt2 and llama."
+        )
+    bos, eos = (_token(tokens, id) for id in (found.bos_token_id, found.eos_token_id))
     control = {text for text, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
-    ids = [given(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = [found.eos_token_id, found.eot_token_id, found.eom_token_id]
     ids += [backend.id_of(text) for text in _END_TEXTS if text in control]
-    ends = sorted({int(one) for one in ids if one is not None and one < len(tokens)})
+    ends = sorted({id for id in ids if id is not None and id < len(tokens)})
     template = values.get("tokenizer.chat_template")
     if isinstance(template, str) and len(template.encode()) > MAX_TEMPLATE_BYTES:
         raise UsageError(f"{file}: the chat template has more than {MAX_TEMPLATE_BYTES} bytes; use another file.")
@@ -86,16 +80,16 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
     texts = {name: text for name, text in named_tokens.items() if text is not None}
     return Tokenizer(
         backend=backend,
-        bos_id=None if bos is None else int(given("bos_token_id")),
+        bos_id=None if bos is None else found.bos_token_id,
         eos_ids=tuple(ends[:MAX_EOS_IDS]),
-        add_bos=bool(add_bos),
+        add_bos=begins if found.add_bos_token is None else found.add_bos_token,
         template=Template(template, texts) if isinstance(template, str) and template else None,
         source=str(file),
     )
 
 
-def _token(tokens: Sequence[str], id: Any) -> str | None:
-    return tokens[int(id)] if id is not None and 0 <= int(id) < len(tokens) else None
+def _token(tokens: Sequence[str], id: int | None) -> str | None:
+    return None if id is None or id >= len(tokens) else tokens[id]
 
 
 def _byte_pairs(

@@ -20,6 +20,7 @@ from et_jax.io.gguf import read_gguf
 from et_jax.io.schema import read_json
 from et_jax.models.checkpoint import load, loaded_dtype, read_config, remarks, write_hugging_face
 from et_jax.models.families.registry import from_hugging_face
+from et_jax.models.gguf import config_values
 from et_jax.models.hub import resolve
 from et_jax.models.params import abstract
 from et_jax.models.weights import Int8
@@ -192,6 +193,21 @@ def test_a_damaged_header_ends_in_a_sentence_and_takes_no_memory(seed, header, t
             refused += 1
             assert str(error).count("\n") == 0 and len(str(error)) < 600
     assert refused > 40
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "granite", "mixtral"])
+def test_a_value_of_another_kind_ends_in_a_sentence(family, tmp_path):
+    """Each value of a file in turn is a text, a list, a negative number, 0, or far too large."""
+    write_gguf(tmp_path / "model.gguf", GOLDEN / family)
+    found, refused = read_gguf(tmp_path / "model.gguf"), 0
+    for key in found.values:
+        for value in ("x", [1, "x"], [], -1, 0, 0.5, 2**40, True):
+            try:
+                from_hugging_face(config_values(dataclasses.replace(found, values=dict(found.values) | {key: value})))
+            except UsageError as error:
+                refused += 1
+                assert "\n" not in str(error)
+    assert refused > 5 * 8
 
 
 def test_a_list_of_millions_is_refused_before_it_is_made(tmp_path):

@@ -95,13 +95,15 @@ def test_sentence_pieces_are_those_of_the_library(prefix, tmp_path):
         ({"types": [1]}, "has 2 tokens and 1 of their types"),
         ({"kind": "llama"}, "no score for each of its 2 tokens"),
         ({"merges": ["a c"]}, "is not a readable tokenizer"),
+        ({"merges": [1, 2]}, r"tokenizer.ggml.\*: the field merges is "),
+        ({"eos_token_id": "last"}, "the field eos_token_id is 'last'"),
     ],
 )
 def test_what_cannot_be_a_tokenizer_is_named(changes, sentence, tmp_path):
     values = {"kind": "gpt2", "tokens": ["a", "b"], "pre": "smollm"} | changes
     with pytest.raises(UsageError, match=sentence):
         load_tokenizer(with_tokens(tmp_path / "m.gguf", **values))
-    with pytest.raises(UsageError, match="has no tokenizer"):
+    with pytest.raises(UsageError, match=r"tokenizer.ggml.\*: the field tokens is missing"):
         writer = gguf.GGUFWriter(tmp_path / "none.gguf", "llama")
         writer.add_tensor("x", np.zeros(4, np.float32))
         close(writer)
