@@ -219,6 +219,20 @@ def test_a_list_of_millions_is_refused_before_it_is_made(tmp_path):
         read_gguf(tmp_path / "model.gguf")
 
 
+def test_tensors_that_overlap_are_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    for name in ("one", "other"):
+        writer.add_tensor(name, np.zeros(32, np.float32))
+    close(writer)
+    content = bytearray((tmp_path / "model.gguf").read_bytes())
+    at = content.index(b"other") + len("other") + 4 + 8 + 4  # beyond its number of axes, its axis and its type
+    assert struct.unpack_from("<Q", content, at) == (128,)
+    content[at : at + 8] = bytes(8)
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match="begins within another"):
+        read_gguf(tmp_path / "model.gguf")
+
+
 def test_what_is_no_gguf_file_is_named(tmp_path):
     for content, sentence in (
         (b"PK" * 20, "is no GGUF file"),
