@@ -135,6 +135,8 @@ def _sentence_pieces(
         raise UsageError(f"{file} has no score for each of its {len(tokens)} tokens; fetch the file again.")
     pieces = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
+        if kind == _USER_DEFINED:  # the converter writes spaces, SentencePiece its own sign for them
+            token = token.replace(" ", "\u2581")
         text = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
         pieces.append(_field(1, text))
     trainer = _field(3, 2) + _field(35, 1)  # model_type: BPE; byte_fallback

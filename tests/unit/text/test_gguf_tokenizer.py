@@ -66,15 +66,18 @@ def test_sentence_pieces_are_those_of_the_library(prefix, tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         input=str(text), model_prefix=str(tmp_path / "m"), vocab_size=500, model_type="bpe", byte_fallback=True,
         add_dummy_prefix=prefix, remove_extra_whitespaces=False, normalization_rule_name="identity",
-        user_defined_symbols=["  "], minloglevel=2, hard_vocab_limit=False,
+        user_defined_symbols=["▁▁"], minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
     library = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
     ids = range(library.vocab_size())
     kinds = {"IsUnknown": 2, "IsControl": 3, "IsByte": 6}
     types = [next((kind for ask, kind in kinds.items() if getattr(library, ask)(id)), 1) for id in ids]
-    types[library.piece_to_id("▁▁")] = 4
+    tokens = [library.id_to_piece(id) for id in ids]
+    two_spaces = library.piece_to_id("▁▁")
+    types[two_spaces], tokens[two_spaces] = 4, "  "  # as the converter writes what users defined
+    assert two_spaces in library.encode("a  b")
     file = with_tokens(
-        tmp_path / "m.gguf", "llama", [library.id_to_piece(id) for id in ids], types,
+        tmp_path / "m.gguf", "llama", tokens, types,
         [library.get_score(id) for id in ids], add_space_prefix=prefix, bos_token_id=1, eos_token_id=2,
         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
     )  # fmt: skip
