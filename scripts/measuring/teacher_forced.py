@@ -176,7 +176,8 @@ class TeacherForced:
             self._started[reading] = prefilled(bound, self.model.weights, prompts, limit=2**30, temperature=0.0)
         laws = slot_laws(config)
         control = jax.vmap(lambda own: fresh_control(config, own, jnp.float32(0)))(laws)
-        state = replace(jax.tree.map(jnp.copy, self._started[reading]), laws=laws, control=control)
+        state = replace(self._started[reading], laws=laws, control=control)
+        state = jax.tree.map(jnp.copy, state)  # which is donated; a number of a law may be the control's own
         true = self.dense_log_probs[part] if part < len(self.dense_log_probs) else None
         following = self.rows[index, self.start + 1 :]
         found: list[Scores] = []
