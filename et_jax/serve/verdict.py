@@ -2,20 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from et_jax.decode.backends import serving_backend
+from et_jax.decode.config import DecoderConfig
 from et_jax.decode.eight_bits import dtype_name
 from et_jax.errors import UsageError
+from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import is_widened, read_config, stored_dtype
 from et_jax.models.hub import resolve
 from et_jax.models.model import num_weights
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device_memory import num_sharing, usable_memory
 from et_jax.serve.preflight import Plan, plan
-from et_jax.serve.sizing import decoder_config
+from et_jax.serve.sizing import decoder_config, lacks_sensitivity
 
 
 def verdict(settings: EngineConfig) -> list[str]:
@@ -45,9 +48,22 @@ def verdict(settings: EngineConfig) -> list[str]:
         f"device {jax.devices()[0].device_kind}, attention by {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
         *config.left_to_xla,
+        *_to_measure(settings, config, folder),
         f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "
         f"of the {model.max_positions} that the model was made for",
         *found.table(),
+    ]
+
+
+def _to_measure(settings: EngineConfig, config: DecoderConfig, folder: Path) -> list[str]:
+    """The line that says that loading will measure the model first; none where nothing is missing."""
+    if not (settings.measures and lacks_sensitivity(config)):
+        return []
+    if read_calibration(folder, config.model).sensitivity is not None:
+        return []
+    return [
+        "the sensitivity of the model's heads is not measured: loading measures it once, which takes minutes; "
+        "--calibration none counts all heads alike instead"
     ]
 
 

@@ -153,3 +153,6 @@ def test_a_check_reads_config_json_alone(folder, tmp_path, capfd):
     )
     assert any(line.startswith("device cpu, attention by xla") for line in lines)
     assert any(line.startswith("4 sequences of ") for line in lines) and lines[-1].endswith("that may be used")
+    for flags, measures in (["off"], 0), (["adaptive"], 1), (["adaptive", "--calibration", "none"], 0):
+        out = check(values, "--min-context", "0", "--control", *flags)[1]
+        assert out.count("loading measures it once") == measures
