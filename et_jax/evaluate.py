@@ -29,16 +29,16 @@ from et_jax.io.files import check_writable, replace_file
 from et_jax.io.texts import read_text
 from et_jax.io.values import whole
 from et_jax.models.local import local_model
-from et_jax.tasks import files
+from et_jax.tasks import files, scored
 from et_jax.tasks.answers import plot, summary, table
-from et_jax.tasks.asking import counter, evaluate, grid
+from et_jax.tasks.asking import chat_tokens, counter, evaluate, grid
 from et_jax.tasks.base import sentences
 from et_jax.tasks.generators import NUM_PAIRS, TASKS
 
 if TYPE_CHECKING:
     from et_jax.serve.engine import Model
 
-LOSS = "loss"  # the task that asks nothing
+LOSS, SCORE = "loss", "score"  # the tasks that ask nothing
 _MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
 _BOUNDS = {
     "length": (1, 2**20),
@@ -67,15 +67,25 @@ def parser() -> argparse.ArgumentParser:
         "--task",
         action="append",
         help=f"repeatable (default: all of the first): {', '.join(TASKS)}; with --prompts {', '.join(files.FILES)}; "
-        f"with --haystack {LOSS}, the loss of its text by position",
+        f"with --haystack {LOSS}, the loss of its text by position; with --input {SCORE}, the log-probability and the "
+        "entropy of every token",
     )
-    p.add_argument("--length", action="append", type=int, help="tokens of prompt and answer; repeatable (default 512)")
+    p.add_argument(
+        "--length",
+        action="append",
+        type=int,
+        help=f"tokens of prompt and answer; repeatable (default 512); of {SCORE}, tokens read at once (default: all)",
+    )
     p.add_argument("--depths", type=int, default=5, help="places of the answer, from start to end (default 5)")
     p.add_argument("--samples", type=int, default=4, help="examples at each length and depth, or of a file (default 4)")
     p.add_argument("--pairs", type=int, default=NUM_PAIRS, help="keys besides the one asked for (default 7)")
     p.add_argument("--seed", type=int, default=0, help="same seed, same examples (default 0)")
     p.add_argument("--haystack", help="a text to hide answers in (default: invented sentences)")
     p.add_argument("--prompts", help="a file of JSON lines for the tasks that are read, not generated")
+    p.add_argument(
+        "--input", metavar="FILE", help=f'what {SCORE} reads: a text, or a .jsonl file of lines {{"text": "..."}}'
+    )
+    p.add_argument("--chat", action="store_true", help="ask through the model's chat template")
     flags.add_control(p, PRESETS)
     flags.add_experts(p)
     machine = p.add_argument_group("model and memory")
@@ -100,10 +110,11 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     streams.check_standard_output()
     tasks, lengths = args.task or list(TASKS), args.length or [512]
     _check(args, tasks, lengths)
-    read = {f"--{name}": _path(getattr(args, name)) for name in ("haystack", "prompts")}
+    read = {f"--{name}": _path(getattr(args, name)) for name in ("haystack", "prompts", "input")}
     written = {"--json": None if args.json == "-" else _path(args.json), "--plot": _path(args.plot)}
     check_paths(read, written, local_model(args.model))
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
+    texts = [] if args.input is None else scored.texts_of(Path(args.input))
     control = preset(args.control, **flags.given(args, KNOBS))
     from et_jax.serve.engine import load
 
@@ -128,7 +139,9 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths, signals)
-    count = counter(model)
+    if tasks == [SCORE]:
+        return _run_score(args, model, texts, signals)
+    count, taken = counter(model), chat_tokens(model.tokenizer) if args.chat else 0
     if args.prompts is not None:
         [task] = tasks
         found = files.examples(task, Path(args.prompts), count, args.samples)
@@ -144,9 +157,10 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
             pairs=args.pairs,
             seed=args.seed,
             haystack=None if args.haystack is None else sentences(text),
+            taken=taken,
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
-    answers = evaluate(model, asked)
+    answers = evaluate(model, asked, chat=args.chat)
     signals.hold()  # the first signal waits until they are kept
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
     kept = args.plot is None or command.tried(lambda: plot(answers, Path(args.plot)))
@@ -185,6 +199,21 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
     return signals.code or (0 if kept else command.FAILED)
 
 
+def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signals: Signals) -> int:
+    """Print and write what texts are worth to the model."""
+    out = sys.stderr if args.json == "-" else sys.stdout
+    window = model.max_model_len if args.length is None else args.length[0]
+    print(scored.HEADER, file=out, flush=True)
+    found = []
+    for number, (text, windows) in enumerate(zip(texts, scored.score_texts(model, texts, window), strict=True), 1):
+        found.append(scored.figures(text, windows))
+        print(scored.line(number, found[-1]), file=out, flush=True)
+    signals.hold()
+    kept = args.plot is None or command.tried(lambda: scored.plot(found, Path(args.plot)))
+    kept &= command.tried(lambda: _write(args.json, {"model": args.model, "length": window, "texts": found}))
+    return signals.code or (0 if kept else command.FAILED)
+
+
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     hay = "invented sentences" if args.haystack is None else Path(args.haystack).name
     about = {"model": args.model, "control": args.control, "seed": args.seed, "haystack": hay}
@@ -217,9 +246,17 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
         raise UsageError("--prompts belongs to one task; name it with --task.")
     if LOSS in tasks and (tasks != [LOSS] or args.haystack is None or args.plot):
         raise UsageError(f"{LOSS} is asked alone, of a text named with --haystack, and draws no picture.")
+    if (tasks == [SCORE]) != (args.input is not None) or (SCORE in tasks and len(tasks + lengths) > 2):
+        raise UsageError(f"--input FILE and --task {SCORE} belong together, with one --length at most.")
+    if tasks == [SCORE] and (args.haystack is not None or args.prompts is not None or args.control != "off"):
+        raise UsageError(
+            f"{SCORE} reads --input alone, with dense attention; leave --haystack, --prompts and --control out."
+        )
+    if args.chat and tasks in ([LOSS], [SCORE]):
+        raise UsageError(f"{tasks[0]} asks nothing; leave --chat out.")
     known, other = (files.FILES, TASKS) if args.prompts is not None else (TASKS, files.FILES)
     for task in tasks:
-        if task == LOSS:
+        if task in (LOSS, SCORE):
             continue
         if task in other and args.prompts is None:
             raise UsageError(f"{task} is read from a file; name the file with --prompts.")
@@ -228,7 +265,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
     for name, (least, most) in _BOUNDS.items():
         for value in lengths if name == "length" else [getattr(args, name)]:
             whole(f"--{name}", value, least, most)
-    if args.prompts is None and tasks != [LOSS] and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
+    if args.prompts is None and tasks not in ([LOSS], [SCORE]) and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
         raise UsageError(
             f"--task, --length, --depths and --samples make {_num_prompts(args, tasks, lengths)} prompts "
             f"and at most {_MOST_PROMPTS} are asked; ask for fewer."

@@ -23,6 +23,7 @@ from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
+from et_jax.decode.score import TokenScores, score
 from et_jax.decode.sharded import returning_split
 from et_jax.decode.state import DecodeState, empty
 from et_jax.decode.step import step
@@ -108,6 +109,7 @@ class Decoder:
     config: DecoderConfig
     empty: Callable[[], DecodeState]
     prefill: Callable[[Weights, DecodeState, Any, Any, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
+    score: Callable[[Weights, DecodeState, Any, Any, Any, Any, Any], tuple[DecodeState, TokenScores]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
     variants: Mapping[Variant, Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]]
@@ -144,6 +146,7 @@ def decoder(config: DecoderConfig) -> Decoder:
         config=config,
         empty=compiled(empty, config),
         prefill=compiled(prefill, config, donate=1),
+        score=compiled(score, config, donate=1),
         insert=compiled(slots.insert, config, donate=0),
         step=compiled(step, config, donate=1),
         variants={one: compiled(partial(decode, variant=one), config, donate=1) for one in config.variants},

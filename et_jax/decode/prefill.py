@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
 from et_jax.control.budget import PromptNotes
@@ -34,6 +34,23 @@ def prefill(
     stand one below the other, in order; `last` tells those that end their prompt, which are read densely whatever a
     budget says. Rows of no tokens do nothing. The prompt's last token is left for `insert`, so that every token is
     sampled in `step`. A refused slot is unchanged.
+    """
+    state, granted, _ = read_chunks(config, weights, state, slot, tokens, count, last)
+    return state, granted
+
+
+def read_chunks(
+    config: DecoderConfig,
+    weights: Weights,
+    state: DecodeState,
+    slot: Int[Array, " r"],
+    tokens: Int[Array, "r t"],
+    count: Int[Array, " r"],
+    last: Bool[Array, " r"],
+) -> tuple[DecodeState, Bool[Array, " r"], Float[Array, "r t v"] | None]:
+    """Return what `prefill` does, and the model's logits after every token; None where it reads nothing yet.
+
+    Under jit, logits that the caller ignores are never computed.
     """
     check_weights(weights, len(config.plants))
     index_of_row = jnp.arange(slot.shape[0])
@@ -68,14 +85,15 @@ def prefill(
             cache = kv.write_surprisal(own.cache, surprisal, pages_of, start, written)
             plants[MODEL] = replace(own, cache=cache)
         newest = newest.at[jnp.where(ends, slot, config.num_slots)].set(final, mode="drop")
-    return replace(
+    after = replace(
         state,
         table=table,
         plants=tuple(plants),
         logits=newest,
         length=state.length.at[slot].add(written),
         control=control,
-    ), granted
+    )
+    return after, granted, logits
 
 
 def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptNotes:

@@ -31,6 +31,7 @@ from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.scoring import Score, scored
 from et_jax.serve.sequence import Sequence
 from et_jax.serve.sizing import beside, check_measured
 from et_jax.serve.streams import serve
@@ -79,6 +80,7 @@ class Model:
         self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
         self._decoders: dict[Structure, Decoder] = {}
         self._replicas: dict[Structure, Replicas] = {}
+        self._scoring: Decoder | None = None
         self._lock, self._use = threading.Lock(), Use(settings.name)
 
     def __enter__(self) -> "Model":
@@ -96,6 +98,7 @@ class Model:
         """
         self._use.closed = True
         replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
+        self._scoring = None
         held = [replica for each in replicas.values() for replica in each.let_go()]
         # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round,
         # or when the interpreter ends, where no round is under way any more, and modules are empty.
@@ -242,6 +245,20 @@ class Model:
 
         return completions()
 
+    @untraced
+    @own_settings()
+    def score(self, texts: Prompts, *, prefix: str | abc.Sequence[int] = "") -> list[Score]:
+        """Return of every text the log-probability and the entropy of each of its tokens, which nothing is added to.
+
+        Texts are what `generate` takes as prompts. With a `prefix` they are continuations of it, and it is read once.
+        Attention is dense, whatever the model's control. It takes memory of its own beside the caches that `generate`
+        uses: for a text of the greatest length, or eight of 128 tokens.
+        """
+        self._use.check()
+        given = self._requests(texts, None, {})
+        [before] = self._requests(prefix, None, {}) if len(prefix) else [None]
+        return scored(self, [one.prompt for one in given], "" if before is None else before.prompt)
+
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for it.
 
@@ -354,6 +371,13 @@ class Model:
             for old in list(kept)[:-_MOST_DECODERS]:
                 del kept[old]
         return replace(found, config=config)
+
+    def scoring_decoder(self, config: DecoderConfig) -> Decoder:
+        """Return the functions that score texts under a configuration of `serve.scoring`, of which the last is kept."""
+        with self._lock:
+            if self._scoring is None or self._scoring.config.num_pages != config.num_pages:
+                self._scoring = executables.kept(decoder(config))
+            return self._scoring
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
         """The decoder's configuration under a control, checked; the last one is kept, for all requests of a call ask.

@@ -54,14 +54,7 @@ def sequences_of(
     """
     prompt, params, length = request.prompt, request.params, config.max_length
     laws = _laws(config.controller, request.control)
-    if isinstance(prompt, str):
-        check_bytes(prompt, tokenizer.longest_token, length)
-    else:
-        check_length(len(prompt), length)
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    if not prompt or not ids:
-        raise UsageError("The prompt is empty; give it at least one character.")
-    _check_ids("The prompt has", ids, config.model.vocab_size, name)
+    ids = prompt_ids(prompt, tokenizer, config, name)
     _check_ids("stop_token_ids holds", params.stop_token_ids, config.model.vocab_size, name)
     if len(ids) >= length:
         raise UsageError(
@@ -93,6 +86,25 @@ def sequences_of(
         )
         for index in range(params.n)
     ]
+
+
+def prompt_ids(
+    prompt: str | tuple[int, ...], tokenizer: Tokenizer, config: DecoderConfig, name: str, *, opening: bool = True
+) -> list[int]:
+    """Return the token ids of a prompt of model `name`; without `opening` no token is put before its text.
+
+    Raises UsageError where it is empty, holds ids that the model has not, or could not fit.
+    """
+    if isinstance(prompt, str):
+        check_bytes(prompt, tokenizer.longest_token, config.max_length)
+        ids = tokenizer.encode(prompt) if opening else tokenizer.backend.encode(prompt, special=False)
+    else:
+        check_length(len(prompt), config.max_length)
+        ids = list(prompt)
+    if not prompt or not ids:
+        raise UsageError("The prompt is empty; give it at least one character.")
+    _check_ids("The prompt has", ids, config.model.vocab_size, name)
+    return ids
 
 
 def refused(prompt_index: int, request: Any, sentence: str) -> TokenEvent:

@@ -12,19 +12,24 @@ from et_jax.serve.totals import Totals
 from et_jax.tasks.answers import Answer, Answers
 from et_jax.tasks.base import CountTokens, Example, right
 from et_jax.tasks.generators import NUM_PAIRS, example
+from et_jax.text import Tokenizer
 
 if TYPE_CHECKING:
     from et_jax.serve.completions import Completion
     from et_jax.serve.engine import Model
 
+_INSTRUCTION = "Read this text and finish its last sentence."
 _MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
 
 
-def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None) -> Answers:
+def evaluate(
+    model: "Model", asked: Sequence[tuple[int, Example]], *, control: Any = None, chat: bool = False
+) -> Answers:
     """Return the greedy answers of a model to examples, each with the length it is reported under.
 
     `control` stands in for the model's own, as in `Model.generate`, but that a preset by name chooses blocks at every
-    length: what is measured is what it reads.
+    length: what is measured is what it reads. With `chat` the model's chat template asks: the text is the user's
+    message, and the answer begins with the question. Raises UsageError where the model has no template.
     """
     control = preset(control) if isinstance(control, str) else control
     answers: dict[int, Answer] = {}
@@ -32,7 +37,7 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
     limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
     for limit in sorted(set(limits)):
         chosen = [i for i, wanted in enumerate(limits) if wanted == limit]
-        prompts = [asked[i][1].prompt for i in chosen]
+        prompts = [_chat(model.tokenizer, asked[i][1]) if chat else asked[i][1].prompt for i in chosen]
         completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
         for i, completion in zip(chosen, completions, strict=True):
             length, given = asked[i]
@@ -44,6 +49,19 @@ def evaluate(model: "Model", asked: Sequence[tuple[int, Example]], *, control: A
                 **_shares(completion),
             )
     return Answers(answers[i] for i in range(len(asked)))
+
+
+def _chat(tokenizer: Tokenizer, asked: Example) -> list[int]:
+    """The ids of an example as a chat."""
+    text = asked.prompt.removesuffix(asked.question).strip()
+    message = f"{_INSTRUCTION}\n\n{text}" if asked.question else text
+    ids = tokenizer.chat([{"role": "user", "content": message}])
+    return ids + tokenizer.backend.encode(asked.question.strip(), special=False)
+
+
+def chat_tokens(tokenizer: Tokenizer) -> int:
+    """Return the tokens that a chat adds to a text, at most. Raises UsageError where there is no template."""
+    return len(tokenizer.chat([{"role": "user", "content": f"{_INSTRUCTION}\n\n"}])) + 1
 
 
 def evaluate_each(
@@ -86,11 +104,18 @@ def grid(
     pairs: int = NUM_PAIRS,
     seed: int = 0,
     haystack: Sequence[str] | None = None,
+    taken: int = 0,
 ) -> list[tuple[int, Example]]:
-    """Return `samples` examples of the test split for every task, length and depth, with the length."""
+    """Return `samples` examples of the test split for every task, length and depth, with the length.
+
+    An example leaves `taken` of the tokens of its length to others, such as those of a chat template.
+    """
     made = functools.partial(example, count=count, haystack=haystack, num_pairs=pairs)
     return [
-        (length, made(task, length=length, depth=float(depth), seed=seed * 1_000_003 + number * samples + sample))
+        (
+            length,
+            made(task, length=length - taken, depth=float(depth), seed=seed * 1_000_003 + number * samples + sample),
+        )
         for task in tasks
         for length in lengths
         for number, depth in enumerate(np.linspace(0, 1, depths))

@@ -47,7 +47,8 @@ class Document:
 class Example:
     """A prompt and the answer that its greedy continuation should give; see `right` for how they are matched.
 
-    `length` counts the tokens of prompt and answer, `depth` is where in the context the answer sits (0..1).
+    `length` counts the tokens of prompt and answer, `depth` is where in the context the answer sits (0..1). The prompt
+    ends with `question`, which is empty where the whole prompt asks.
     """
 
     task: str
@@ -56,6 +57,7 @@ class Example:
     depth: float
     length: int
     match: Match = "start"
+    question: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

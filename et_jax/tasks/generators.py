@@ -102,8 +102,10 @@ def counting(s: Setting) -> DocumentPlan:
     several = [str(word) for word in s.random.choice(s.words.words, _COUNTED, replace=False)]
     turn = Turn(question=" The most frequent word is", answer=f" {several[0]}", depth=0.0)
     round_of = [several[0], *several]
-    space = s.room - s.count(" List:." + turn.question + turn.answer + ".")
-    rounds = max(1, space // s.count("".join(f" {word}" for word in round_of)))
+    asked, once = s.count(turn.question + turn.answer + "."), "".join(f" {word}" for word in round_of)
+    rounds = max(1, (s.room - asked) // s.count(once))
+    while rounds > 1 and s.count(f" List:{once * rounds}.") + asked > s.room:
+        rounds -= 1
     listed = "".join(f" {word}" for word in s.random.permutation(round_of * rounds))
     return DocumentPlan(needles=(Needle(text=f" List:{listed}.", depth=0.0),), turns=(turn,), items=(), filled=False)
 
@@ -187,8 +189,9 @@ def example(
     )
     turn = found.turns[0]
     prompt = found.context + turn.question
+    length = 1 + count(prompt + turn.answer)
     return Example(
-        task=task, prompt=prompt, answer=turn.answer, depth=turn.depth, length=1 + count(prompt + turn.answer)
+        task=task, prompt=prompt, answer=turn.answer, depth=turn.depth, length=length, question=turn.question
     )
 
 

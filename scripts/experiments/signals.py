@@ -63,13 +63,17 @@ def groups(settings: Settings) -> Iterator[Group]:
         "attention entropy, more where high": factors(everything.attention_entropy, settings.spread),
     }
 
+    near: dict[float, float] = {}  # by share, the tolerance of the baseline
+
     def arm(name: str, share: float) -> dict[str, Any]:
         selector, factor = PER_HEAD.get(name, CERTIFIED), of_tokens.get(name, 1.0)
+        start = near.get(share) if name in of_tokens else None
 
         def run(tolerance: float, few: bool) -> Scores:
             return bench.run(guarded(selector, True), given={"tolerance": tolerance * factor}, few=few)
 
-        found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within)[1]
+        at, found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within, start)
+        near.setdefault(share, at)
         return found.by_row("share_read", "divergence", "loss", "agrees")
 
     yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")

@@ -51,20 +51,28 @@ def matched(
 
 
 def at_budget(
-    run: Callable[[float, bool], T], figure: str, wanted: float, least: float, most: float, within: float
+    run: Callable[[float, bool], T],
+    figure: str,
+    wanted: float,
+    least: float,
+    most: float,
+    within: float,
+    start: float | None = None,
 ) -> tuple[float, T]:
     """Return the setting at which an arm spends a budget, the mean of a figure, and what it gave there.
 
-    `run` takes a setting between `least` and `most`, and whether a few rows are enough, on which the search begins; the
-    figure does not rise with the setting. Raises Missed where no setting comes within a part `within` of the budget.
+    `run` takes a setting between `least` and `most`, and whether a few rows are enough, on which the search begins
+    unless it is known to be near `start`; the figure does not rise with the setting. Raises Missed where no setting
+    comes within a part `within` of the budget.
     """
 
     def spend(setting: float, few: bool) -> tuple[float, T]:
         found = run(setting, few)
         return float(np.mean(getattr(found, figure))), found
 
-    about, _ = matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
-    return matched(lambda at: spend(at, False), wanted, least, most, within=within, start=about)
+    if start is None:
+        start, _ = matched(lambda at: spend(at, True), wanted, least, most, within=2 * within)
+    return matched(lambda at: spend(at, False), wanted, least, most, within=within, start=start)
 
 
 def saving(arm: Float[np.ndarray, " r"], baseline: Float[np.ndarray, " r"]) -> dict[str, float]:

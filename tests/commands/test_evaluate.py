@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import time
@@ -15,11 +16,13 @@ from plain_sequences import row
 from et_jax import evaluate
 from et_jax.cli import command, signals
 from et_jax.cli.streams import STANDARD_OUTPUT
+from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.completions import Completion, PromptRead
 from et_jax.tasks import answers as told_of
 from et_jax.tasks import asking, files
 from et_jax.tasks.base import Example, right
+from et_jax.tasks.scored import texts_of
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -100,6 +103,32 @@ def test_the_command_line_writes_answers_and_a_picture(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_texts_are_scored_in_windows_each_token_once(tmp_path):
+    texts = ["It was the sea.", "It", " ".join(["The rain fell on the hill."] * 9)]
+    given, kept, picture = (tmp_path / name for name in ("in.jsonl", "out.json", "out.png"))
+    given.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["--model", "bundled-small", "--task", "score", "--input", str(given), "--length", "16"]
+    assert evaluate.main([*arguments, "--json", str(kept), "--plot", str(picture)]) == 0
+    found = json.loads(kept.read_text())["texts"]
+    model = engine.load("bundled-small")
+    for text, one in zip(texts, found, strict=True):
+        ids = model.tokenizer.encode(text)
+        assert one["token_ids"] == ids[1:] and one["tokens"] == len(one["log_probs"]) == len(one["entropy"])
+        assert one["bits_per_byte"] == pytest.approx(-sum(one["log_probs"]) / math.log(2) / len(text))
+    [whole] = model.score(texts[2])
+    assert found[2]["log_probs"][:15] == pytest.approx(whole.log_probs[1:16].tolist(), abs=2e-3)
+    assert found[2]["log_probs"][20:30] != pytest.approx(whole.log_probs[21:31].tolist(), abs=1e-2)  # of less context
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ['{"text": 5}', "{", '{"prompt": "x"}', '{"text": ""}'])
+def test_a_line_without_a_text_is_named(text, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "It was"}\n\n' + text)
+    with pytest.raises(UsageError, match=r"Line 3 of .* has no text"):
+        texts_of(path)
+
+
 TWO = ("--task", "passkey", "--length", "400", "--depths", "2", "--samples", "1")
 
 
@@ -155,6 +184,10 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
         (["--haystack", "/dev/zero"], "/dev/zero holds more than 256 MiB"),
         (["--model", "\udcff"], "cannot spell; choose another name"),
         (["--task", "loss"], "of a text named with --haystack"),
+        (["--task", "score"], "--input FILE and --task score belong together"),
+        (["--task", "score", "--input", __file__, "--control", "paper"], "with dense attention; leave --haystack"),
+        (["--task", "score", "--input", "absent.txt"], "absent.txt cannot be read"),
+        (["--chat", "--task", "passkey"], "bundled has no chat template"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):

@@ -65,6 +65,15 @@ def test_a_reader_finds_every_answer_in_a_text_of_the_length_asked_for(task):
     assert len(answers) > 20
 
 
+@pytest.mark.parametrize("length", range(100, 107))
+def test_a_list_fits_though_it_has_more_tokens_than_its_pieces(length):
+    def joined(text: str) -> int:
+        return count(text) + 2 * (" List: " in text)
+
+    found = document("counting", count=joined, length=length, depth=0.0, seed=0)
+    assert joined(found.context) + joined(f"{found.turns[0].question}{found.turns[0].answer}.") < length
+
+
 @pytest.mark.parametrize("task", [task for task in TASKS if task != "counting"])
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 def test_the_answer_sits_at_its_depth(task, depth):

@@ -1,0 +1,169 @@
+"""The log-probability and the entropy of every token of given texts, which a model reads and does not continue."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float
+
+from et_jax.control.controller import Controller
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.decoder import Decoder
+from et_jax.decode.plant import Weights
+from et_jax.errors import UsageError
+from et_jax.serve.chunks import next_call, pack
+from et_jax.serve.prompts import prompt_ids
+
+if TYPE_CHECKING:
+    from et_jax.serve.model import Model
+
+_SLOTS = 8  # texts side by side
+_TOKENS = 128  # of a call, whose logits are in memory at once
+_PREFIX = 0  # the slot of what all texts begin with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a model makes of a text. Arrays have one value for each token of `token_ids`.
+
+    `log_probs` (nats) are of each token given those before it, `entropy` (nats) and `varentropy` (nats^2) of the
+    distribution that it was predicted by, raw. `greedy` says which tokens are the most probable ones. A first token
+    that nothing precedes has NaN, and is not greedy. `num_bytes` is the length of the text.
+    """
+
+    token_ids: tuple[int, ...]
+    num_bytes: int
+    log_probs: Float[np.ndarray, " t"]
+    entropy: Float[np.ndarray, " t"]
+    varentropy: Float[np.ndarray, " t"]
+    greedy: Bool[np.ndarray, " t"]
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that something precedes."""
+        return int(np.isfinite(self.log_probs).sum())
+
+    @property
+    def log_prob(self) -> float:
+        """The log-probability of all tokens that something precedes, in nats."""
+        return float(np.nansum(self.log_probs))
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-probability; NaN where no token is scored."""
+        return math.exp(-self.log_prob / self.num_scored) if self.num_scored else math.nan
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The negative log-probability in bits, over the bytes of the text; NaN where it has none."""
+        return -self.log_prob / math.log(2) / self.num_bytes if self.num_bytes else math.nan
+
+
+@dataclasses.dataclass
+class _Row:
+    """A text that is being read: `ids` with what comes before its first scored token, `done` of them read."""
+
+    index: int
+    ids: list[int]
+    done: int = 0
+
+
+def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderConfig:
+    """Return the decoder that scores texts of at most `longest` tokens behind a prefix: dense, without drafts.
+
+    Its pool holds the prefix once and a text of that length, or `_SLOTS` of `_TOKENS` tokens; it is rounded up, so
+    that few programs are compiled.
+    """
+    needed = max(longest + prefix, _SLOTS * _TOKENS + prefix) + config.page_size * (_SLOTS + 1)
+    rounded = 1 << (-(-needed // config.page_size)).bit_length()
+    batch = max(config.chunk, _TOKENS // config.chunk * config.chunk)
+    plain = {"draft": None, "others": (), "lazy": False, "audit": False, "compression": None, "penalties": False}
+    sizes = {"num_slots": _SLOTS, "batch": _SLOTS, "num_pages": rounded, "prefill_batch": batch}
+    return dataclasses.replace(config, controller=Controller(), keep=frozenset(), tell_reads=False, **plain, **sizes)
+
+
+def scored(model: "Model", texts: Sequence[str | tuple[int, ...]], prefix: str | tuple[int, ...] = ()) -> list[Score]:
+    """Return the scores of texts, as texts or token ids, in order. All follow `prefix`, which is read once.
+
+    Raises UsageError for a text that is empty or does not fit the model behind the prefix.
+    """
+    asked = model.tokenizer, model.decoder_config, model.name
+    before = prompt_ids(prefix, *asked) if prefix else []
+    every = [prompt_ids(text, *asked, opening=not before) for text in texts]
+    longest = max(map(len, every), default=0)
+    if len(before) + longest > model.max_model_len:
+        raise UsageError(
+            f"A text of {longest} tokens behind {len(before)} does not fit {model.name}, which reads "
+            f"{model.max_model_len}; shorten it, or raise max_model_len if the model allows it."
+        )
+    if not every:
+        return []
+    bound = model.scoring_decoder(scoring_config(model.decoder_config, longest, len(before)))
+    rows = [_Row(index, [*before[-1:], *ids]) for index, ids in enumerate(every)]
+    found = dict(_read(bound, model.weights, before[:-1], rows))
+    return [_score(model, text, ids, found[index]) for index, (text, ids) in enumerate(zip(texts, every, strict=True))]
+
+
+def _score(model: "Model", text: str | tuple[int, ...], ids: list[int], columns: Float[np.ndarray, "4 _"]) -> Score:
+    """The score of a text from what was read: the first token has none where nothing precedes it."""
+    unread = len(ids) - columns.shape[1]
+    log_probs, entropies, varentropies, likeliest = np.pad(columns, ((0, 0), (unread, 0)), constant_values=np.nan)
+    return Score(
+        token_ids=tuple(ids),
+        num_bytes=len((text if isinstance(text, str) else model.tokenizer.decode(ids)).encode()),
+        log_probs=log_probs,
+        entropy=entropies,
+        varentropy=varentropies,
+        greedy=likeliest == np.asarray(ids),
+    )
+
+
+def _read(
+    bound: Decoder, weights: Weights, prefix: list[int], waiting: list[_Row]
+) -> Iterator[tuple[int, Float[np.ndarray, "4 t"]]]:
+    """Yield of every row the scores of all its tokens but the first: as `TokenScores` has them, one below the other."""
+    config, state = bound.config, bound.empty()
+    for at in range(0, len(prefix), config.prefill_batch):
+        part = next_call(config, [(_PREFIX, prefix[at : at + config.prefill_batch])])
+        slot, tokens, count, last = pack(config, part)
+        state, _ = bound.prefill(weights, state, slot, tokens, count, last)
+    free, size = list(range(1, config.num_slots)), config.page_size
+    room = config.num_pages - 1 - -(-len(prefix) // size)
+    rows: dict[int, _Row] = {}
+    found: dict[int, list[np.ndarray]] = {}
+
+    def pages(row: _Row) -> int:
+        return -(-(len(prefix) % size + len(row.ids) - 1) // size)
+
+    waiting = sorted(waiting, key=lambda row: -len(row.ids))
+    while waiting or rows:
+        while waiting and free and pages(waiting[0]) <= room:
+            row = waiting.pop(0)
+            room -= pages(row)
+            slot = free.pop()
+            rows[slot], found[slot] = row, []
+            if prefix:
+                state, _ = bound.fork(state, _PREFIX, slot)
+        chunks = next_call(config, ((slot, row.ids[row.done : -1]) for slot, row in rows.items()))
+        taken = dict.fromkeys((slot for slot, _ in chunks), 0)
+        following = []
+        for slot, chunk in chunks:
+            begin = rows[slot].done + taken[slot] + 1
+            following.append((slot, rows[slot].ids[begin : begin + len(chunk)]))
+            taken[slot] += len(chunk)
+        index, tokens, count, last = pack(config, chunks)
+        state, scores = bound.score(weights, state, index, tokens, count, last, pack(config, following)[1])
+        got = np.stack([np.asarray(each, np.float64) for each in jax.device_get(jax.tree.leaves(scores))])
+        for number, (slot, chunk) in enumerate(chunks):
+            found[slot].append(got[:, number, : len(chunk)])
+        for slot in list(rows):
+            row = rows[slot]
+            row.done += taken.get(slot, 0)
+            if row.done == len(row.ids) - 1:
+                yield row.index, np.concatenate([np.zeros((4, 0)), *found.pop(slot)], axis=1)
+                state = bound.release(state, slot)
+                room += pages(rows.pop(slot))
+                free.append(slot)
