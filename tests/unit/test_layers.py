@@ -20,6 +20,7 @@ LAYERS = {
     **dict.fromkeys(("batch", "tasks", "report"), 5),
     "training": 6,
     **dict.fromkeys(("generate", "evaluate", "calibrate", "__init__"), 7),
+    "harness": 8,
     "__main__": 9,
 }
 FORBIDDEN = {"torch", "transformers", "hypothesis", "pytest"}  # for golden files and tests alone

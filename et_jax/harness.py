@@ -1,0 +1,155 @@
+"""et_jax as a model of lm-evaluation-harness: its command line, which knows `--model et_jax` here.
+
+    python -m et_jax.harness run --model et_jax --model_args model=smollm2 --tasks arc_easy --limit 20
+
+`--model_args` are `load`'s: `model=smollm2,dtype=float32,control=certified`. Needs `pip install 'et_jax[eval]'`.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+if importlib.util.find_spec("lm_eval") is None:
+    print("error: et_jax.harness needs lm_eval; install it with: pip install 'et_jax[eval]'.", file=sys.stderr)
+    raise SystemExit(2)
+
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+import et_jax
+from et_jax.cli.command import USAGE
+from et_jax.errors import UsageError
+from et_jax.serve.requests import GenerationRequest, SamplingParams
+
+_MOST_GENERATED = 256  # tokens of an answer, unless the task says another number
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+_PARTS = 64  # texts that are scored in one call
+
+
+class Harness(TemplateLM):
+    """A model that `et_jax.load` loads, as the harness asks it: log-probabilities and answers.
+
+    Log-probabilities are those of dense attention. Answers are generated under the model's own control.
+    """
+
+    def __init__(self, model: str = "bundled", batch_size: int | str = 8, device: str | None = None, **settings: Any):
+        super().__init__()
+        size = int(batch_size) if str(batch_size).isdecimal() else 8  # "auto" is a number that others search for
+        self.model = et_jax.load(model, **{"max_num_seqs": size} | settings)
+        self.tokenizer = self.model.tokenizer
+        self._templated = False
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text, which also stands before a text with nothing before it."""
+        opening = self.tokenizer.bos_id
+        return self.tokenizer.eos_ids[0] if opening is None else opening
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name, by which the harness keeps requests apart."""
+        return self.model.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """Return the ids of a text; with the token before every text, unless the chat template wrote it."""
+        special = not self._templated if add_special_tokens is None else add_special_tokens
+        return self.tokenizer.encode(string) if special else self.tokenizer.backend.encode(string, special=False)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the model's template writes it; without the prompt, its last message stays open."""
+        self._templated = True
+        if add_generation_prompt:
+            return self.tokenizer.render(chat_history)
+        *before, last = chat_history
+        return self.tokenizer.render(before) + last["content"]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of every continuation, and whether greedy decoding gives it.
+
+        Continuations of the same context share what is read of it.
+        """
+        found: list[tuple[float, bool] | None] = [None] * len(requests)
+        single: list[tuple[int, list[int], int]] = []
+        for context, indices in _by_context(requests, self.model.max_model_len):
+            if len(indices) == 1:
+                [(index, rest)] = indices
+                single.append((index, [*context, *rest], len(rest)))
+                continue
+            scores = self.model.score([tuple(rest) for _, rest in indices], prefix=context)
+            for (index, _), score in zip(indices, scores, strict=True):
+                found[index] = score.log_prob, bool(score.greedy.all())
+        for begin in range(0, len(single), _PARTS):
+            part = single[begin : begin + _PARTS]
+            for (index, _, count), score in zip(
+                part, self.model.score([tuple(ids) for _, ids, _ in part]), strict=True
+            ):
+                found[index] = float(score.log_probs[-count:].sum()), bool(score.greedy[-count:].all())
+        for (asked, *_), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", asked, answer)
+        return [one for one in found if one is not None]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of whole texts, which are read window by window where they are long."""
+        sums = []
+        for request in requests:
+            [text] = request.args
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(ids, self.eot_token_id, self.model.max_model_len - 1, 1)
+            parts = [(None, *map(list, make_disjoint_window(one))) for one in windows]
+            sums.append(sum(total for total, _ in self._loglikelihood_tokens(parts)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), sums[-1])
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return an answer to every context, up to one of its stop strings; greedily, unless it asks to sample."""
+        asked = [self._request(*request.args) for request in requests]
+        answers = [one.text for one in self.model.generate(asked, progress=not disable_tqdm)] if asked else []
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answer)
+        return answers
+
+    def _request(self, context: str, how: dict[str, Any]) -> GenerationRequest:
+        until = how.get("until") or []
+        stop = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+        given = {name: how[name] for name in _SAMPLING if how.get(name) is not None}
+        if not how.get("do_sample", given.get("temperature", 0.0) > 0):
+            given["temperature"] = 0.0
+        most = how.get("max_gen_toks", how.get("max_tokens", _MOST_GENERATED))
+        room = max(1, self.model.max_model_len - most)
+        prompt = tuple(self.tok_encode(context)[-room:])
+        return GenerationRequest(prompt=prompt, params=SamplingParams(max_tokens=most, stop=stop, **given))
+
+
+register_model("et_jax")(Harness)
+
+
+def _by_context(
+    requests: Iterable[tuple[Any, list[int], list[int]]], most: int
+) -> Iterator[tuple[list[int], list[tuple[int, list[int]]]]]:
+    """Yield every context with the numbers and ids of its continuations; a long context loses its first tokens."""
+    groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+    for index, (_, context, rest) in enumerate(requests):
+        kept = context[-max(1, most - len(rest)) :]
+        groups.setdefault(tuple(kept), []).append((index, rest[-(most - 1) :]))
+    for context, indices in groups.items():
+        yield list(context), indices
+
+
+def main() -> int:
+    """Run the harness's command line, and return the exit code."""
+    try:
+        cli_evaluate()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
