@@ -257,7 +257,15 @@ class Model:
         self._use.check()
         given = self._requests(texts, None, {})
         [before] = self._requests(prefix, None, {}) if len(prefix) else [None]
-        return scored(self, [one.prompt for one in given], "" if before is None else before.prompt)
+        return scored(
+            [one.prompt for one in given],
+            () if before is None else before.prompt,
+            tokenizer=self.tokenizer,
+            config=self.decoder_config,
+            name=self.name,
+            weights=self.weights,
+            compiled=self._scoring_decoder,
+        )
 
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for it.
@@ -372,8 +380,8 @@ class Model:
                 del kept[old]
         return replace(found, config=config)
 
-    def scoring_decoder(self, config: DecoderConfig) -> Decoder:
-        """Return the functions that score texts under a configuration of `serve.scoring`, of which the last is kept."""
+    def _scoring_decoder(self, config: DecoderConfig) -> Decoder:
+        """The functions that score texts under a configuration of `serve.scoring`, of which the last is kept."""
         with self._lock:
             if self._scoring is None or self._scoring.config.num_pages != config.num_pages:
                 self._scoring = executables.kept(decoder(config))

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -16,9 +15,7 @@ from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.serve.chunks import next_call, pack
 from et_jax.serve.prompts import prompt_ids
-
-if TYPE_CHECKING:
-    from et_jax.serve.model import Model
+from et_jax.text import Tokenizer
 
 _SLOTS = 8  # texts side by side
 _TOKENS = 128  # of a call, whose logits are in memory at once
@@ -85,35 +82,45 @@ def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderC
     return dataclasses.replace(config, controller=Controller(), keep=frozenset(), tell_reads=False, **plain, **sizes)
 
 
-def scored(model: "Model", texts: Sequence[str | tuple[int, ...]], prefix: str | tuple[int, ...] = ()) -> list[Score]:
+def scored(
+    texts: Sequence[str | tuple[int, ...]],
+    prefix: str | tuple[int, ...],
+    *,
+    tokenizer: Tokenizer,
+    config: DecoderConfig,
+    name: str,
+    weights: Weights,
+    compiled: Callable[[DecoderConfig], Decoder],
+) -> list[Score]:
     """Return the scores of texts, as texts or token ids, in order. All follow `prefix`, which is read once.
 
-    Raises UsageError for a text that is empty or does not fit the model behind the prefix.
+    `config` is that of model `name`; `compiled` returns the decoder of another one. Raises UsageError for a text that
+    is empty or does not fit the model behind the prefix.
     """
-    asked = model.tokenizer, model.decoder_config, model.name
-    before = prompt_ids(prefix, *asked) if prefix else []
-    every = [prompt_ids(text, *asked, opening=not before) for text in texts]
+    before = prompt_ids(prefix, tokenizer, config, name) if prefix else []
+    every = [prompt_ids(text, tokenizer, config, name, opening=not before) for text in texts]
     longest = max(map(len, every), default=0)
-    if len(before) + longest > model.max_model_len:
+    if len(before) + longest > config.max_length:
         raise UsageError(
-            f"A text of {longest} tokens behind {len(before)} does not fit {model.name}, which reads "
-            f"{model.max_model_len}; shorten it, or raise max_model_len if the model allows it."
+            f"A text of {longest} tokens behind {len(before)} does not fit {name}, which reads {config.max_length}; "
+            "shorten it, or raise max_model_len if the model allows it."
         )
     if not every:
         return []
-    bound = model.scoring_decoder(scoring_config(model.decoder_config, longest, len(before)))
+    bound = compiled(scoring_config(config, longest, len(before)))
     rows = [_Row(index, [*before[-1:], *ids]) for index, ids in enumerate(every)]
-    found = dict(_read(bound, model.weights, before[:-1], rows))
-    return [_score(model, text, ids, found[index]) for index, (text, ids) in enumerate(zip(texts, every, strict=True))]
+    found = dict(_read(bound, weights, before[:-1], rows))
+    sizes = [len((text if isinstance(text, str) else tokenizer.decode(text)).encode()) for text in texts]
+    return [_score(ids, size, found[index]) for index, (ids, size) in enumerate(zip(every, sizes, strict=True))]
 
 
-def _score(model: "Model", text: str | tuple[int, ...], ids: list[int], columns: Float[np.ndarray, "4 _"]) -> Score:
+def _score(ids: list[int], num_bytes: int, columns: Float[np.ndarray, "4 _"]) -> Score:
     """The score of a text from what was read: the first token has none where nothing precedes it."""
     unread = len(ids) - columns.shape[1]
     log_probs, entropies, varentropies, likeliest = np.pad(columns, ((0, 0), (unread, 0)), constant_values=np.nan)
     return Score(
         token_ids=tuple(ids),
-        num_bytes=len((text if isinstance(text, str) else model.tokenizer.decode(ids)).encode()),
+        num_bytes=num_bytes,
         log_probs=log_probs,
         entropy=entropies,
         varentropy=varentropies,
