@@ -26,10 +26,11 @@ _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _INTEGERS = {"max_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
 _NUMBERS = {
-    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }
-_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
+_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"}
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
 """What a line may set beside its prompt."""
 _LABELS = {"model", "user", "metadata", "store"}
@@ -288,8 +289,7 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         if len(ids) > MAX_STOP_IDS:
             raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
-    if "ignore_eos" in body:
-        given["ignore_eos"] = _boolean(body, "ignore_eos")
+    given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
     wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
     return dataclasses.replace(defaults, **given), wants_logprobs
 

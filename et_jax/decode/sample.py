@@ -10,6 +10,7 @@ from et_jax.decode import sampling
 from et_jax.decode.rows import Rows
 from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecodeState
+from et_jax.decode.truncation import Truncated, truncate
 from et_jax.types import pytree, replace
 
 
@@ -44,10 +45,10 @@ def sample(
     altered = _penalise(state, rows, logits, settings, penalised)
     heat = _heat(rows.take(state.laws).temperature_rule, altered, settings, signals, control)
     normaliser = entropy.log_normaliser(raw)
-    cut = sampling.threshold(altered, heat, settings, normaliser - control.surprisal_cap)
-    token = sampling.sample_token(altered, heat, cut, settings.key, rows.position + 1)
+    left = truncate(altered, heat, settings, normaliser - control.surprisal_cap)
+    token = sampling.sample_token(left.logits, heat, left.cut, settings.key, rows.position + 1)
     warm = _tempered(altered, heat, penalised, raw)
-    kept = _truncated_entropy(altered, heat, cut, entropy.entropy(warm))
+    kept = _truncated_entropy(left, heat, settings, entropy.entropy(warm))
     logit = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     cold = heat == 0
     signals = replace(
@@ -68,8 +69,8 @@ def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position:
     settings = rows.take(state.sampling)
     altered = _penalise(state, rows, logits, settings, rows.run & sampling.penalises(settings))
     heat = jnp.where(settings.temperature == 0, 0.0, rows.take(state.control.temperature))
-    cut = sampling.threshold(altered, heat, settings, jnp.full_like(heat, -jnp.inf))
-    return sampling.sample_token(altered, heat, cut, settings.key, position)
+    left = truncate(altered, heat, settings, jnp.full_like(heat, -jnp.inf))
+    return sampling.sample_token(left.logits, heat, left.cut, settings.key, position)
 
 
 def _penalise(
@@ -126,13 +127,13 @@ def _tempered(
 
 
 def _truncated_entropy(
-    logits: Float[Array, "r v"], temperature: Float[Array, " r"], cut: Float[Array, " r"], whole: Float[Array, " r"]
+    truncated: Truncated, temperature: Float[Array, " r"], settings: Sampling, whole: Float[Array, " r"]
 ) -> Float[Array, " r"]:
     """Entropy after truncation, in nats; `whole`, the entropy before it, where a row is not cut."""
-    is_cut = cut > -jnp.inf
+    is_cut = (truncated.cut > -jnp.inf) | (settings.typical_p < 1)
 
     def measure() -> Float[Array, " r"]:
-        kept = jnp.where(logits >= cut[:, None], logits, -jnp.inf)
+        kept = jnp.where(truncated.logits >= truncated.cut[:, None], truncated.logits, -jnp.inf)
         left = entropy.entropy(entropy.moments(kept, jnp.where(temperature > 0, temperature, 1.0)))
         return jnp.where(is_cut, left, whole)
 

@@ -1,10 +1,4 @@
-"""One token from logits: penalties, temperature, truncation, a race with the noise of the request's own key.
-
-Nothing sorts the vocabulary. Truncation finds one threshold per row: tokens whose logit reaches it are
-kept, ties together. Thresholds are bisected over the ordered bit patterns of float32, so they are exact.
-"""
-
-from collections.abc import Callable
+"""One token from logits: penalties, and a race with the noise of the request's own key; `truncation` is between."""
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +6,16 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.entropy import HEAT
 from et_jax.decode.noise import race_noise
-from et_jax.sums import total
 from et_jax.types import pytree, replace
-
-_ROWS_TOGETHER = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
 
 
 @pytree
 class Sampling:
     """What a request asks of sampling, one row per slot.
 
-    `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1,
-    `presence_penalty` and `frequency_penalty` 0. `key` is the request's own key data; the noise
+    `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `top_n_sigma` 0, `typical_p` 1,
+    `eta_cutoff` 0, `top_h` 0, `p_less` False, `repetition_penalty` 1, `presence_penalty` and `frequency_penalty` 0. The
+    truncations are those of `truncation.truncate`. `key` is the request's own key data; the noise
     of a token is that of the key and the token's position.
     """
 
@@ -31,6 +23,11 @@ class Sampling:
     top_k: Int[Array, "*b"]
     top_p: Float[Array, "*b"]
     min_p: Float[Array, "*b"]
+    top_n_sigma: Float[Array, "*b"]
+    typical_p: Float[Array, "*b"]
+    eta_cutoff: Float[Array, "*b"]
+    top_h: Float[Array, "*b"]
+    p_less: Bool[Array, "*b"]
     repetition_penalty: Float[Array, "*b"]
     presence_penalty: Float[Array, "*b"]
     frequency_penalty: Float[Array, "*b"]
@@ -53,6 +50,11 @@ def plain(shape: tuple[int, ...]) -> Sampling:
         top_k=jnp.zeros(shape, jnp.int32),
         top_p=ones,
         min_p=zeros,
+        top_n_sigma=zeros,
+        typical_p=ones,
+        eta_cutoff=zeros,
+        top_h=zeros,
+        p_less=jnp.zeros(shape, bool),
         repetition_penalty=ones,
         presence_penalty=zeros,
         frequency_penalty=zeros,
@@ -87,90 +89,6 @@ def count(
     return replace(counts, generated=counts.generated.at[rows, token].add(produced.astype(jnp.int32)))
 
 
-def threshold(
-    logits: Float[Array, "b v"], temperature: Float[Array, " b"], sampling: Sampling, least: Float[Array, " b"]
-) -> Float[Array, " b"]:
-    """Return the least logit each row keeps: the strictest of `least`, top-k, top-p of what top-k kept, min-p.
-
-    Never above the greatest logit, so that a token is always left. Rows that are greedy or ask for
-    nothing get `least`; a truncation's passes are made for rows that ask for it.
-    """
-    asks = temperature > 0
-    peak = jnp.max(logits, axis=-1)
-    heat = _divisor(temperature)
-    wants_k = asks & (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
-    wants_p = asks & (sampling.top_p < 1.0)
-
-    def bisect_k(rows: Int[Array, " t"]) -> Float[Array, " t"]:
-        some = logits[rows]
-        return _cut(some, jnp.ones_like(some), sampling.top_k[rows].astype(jnp.float32))
-
-    cut_k = _among(wants_k, bisect_k)
-
-    def bisect_p(rows: Int[Array, " t"]) -> Float[Array, " t"]:
-        some = logits[rows]
-        mass = jnp.exp((some - peak[rows][:, None]) / heat[rows][:, None])
-        mass = jnp.where(some >= cut_k[rows][:, None], mass, 0.0)
-        return _cut(some, mass, sampling.top_p[rows] * total(mass))
-
-    cut_p = _among(wants_p, bisect_p)
-    cut_min = jnp.where(asks, peak + heat * jnp.log(sampling.min_p), -jnp.inf)
-    cut = jnp.maximum(jnp.maximum(cut_k, cut_p), jnp.maximum(cut_min, least))
-    return jnp.minimum(cut, peak)
-
-
-def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[Array, " t"]]) -> Float[Array, " b"]:
-    """Return what `find` says of the rows that are `wanted`, -inf for the rest, which cost nothing on a CPU.
-
-    There `find` is asked of a few rows at a time, elsewhere of all at once if any is wanted.
-    """
-    b, size = wanted.shape[0], _ROWS_TOGETHER
-
-    def all_at_once() -> Float[Array, " b"]:
-        # no loop of one trip at most: XLA takes what no trip changes out of it, and does it for no trip too
-        every, nothing = jnp.arange(b, dtype=jnp.int32), jnp.full(b, -jnp.inf, jnp.float32)
-        return jax.lax.cond(jnp.any(wanted), lambda: find(every), lambda: nothing)
-
-    def in_tiles() -> Float[Array, " b"]:
-        padding = jnp.full(-b % size, b, jnp.int32)
-        order = jnp.concatenate([jnp.argsort(~wanted).astype(jnp.int32), padding])
-
-        def ask(i: Int[Array, ""], found: Float[Array, " b"]) -> Float[Array, " b"]:
-            rows = jax.lax.dynamic_slice_in_dim(order, i * size, size)
-            return found.at[rows].set(find(jnp.minimum(rows, b - 1)), mode="drop")
-
-        tiles = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-        return jax.lax.fori_loop(0, tiles, ask, jnp.full(b, -jnp.inf, jnp.float32))
-
-    found = jax.lax.platform_dependent(cpu=in_tiles if b > size else all_at_once, default=all_at_once)
-    return jnp.where(wanted, found, -jnp.inf)
-
-
-def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[Array, " b"]) -> Float[Array, " b"]:
-    """Return the greatest logit x of each row such that the tokens with logit >= x weigh at least `goal`."""
-    keys = _ordered(logits)
-
-    def halve(_: Int[Array, ""], bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]):
-        low, high = bounds  # the weight at or above low reaches the goal; above high it does not
-        middle = low + (high - low) // 2 + (high - low) % 2
-        reached = total(jnp.where(keys >= middle[:, None], weight, 0.0)) >= goal
-        return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
-
-    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)))
-    return _unordered(low)
-
-
-def _ordered(x: Float[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """Map float32 to integers in the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))
-
-
-def _unordered(keys: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    bits = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
     """Return one request's settings with `number` folded into its key."""
     key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key, impl="threefry2x32"), number)
@@ -193,7 +111,7 @@ def sample_token(
     warm = temperature > 0
 
     def race() -> Int[Array, " b"]:
-        heat = _divisor(temperature)[:, None]
+        heat = divisor(temperature)[:, None]
         weight = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / heat)
         score = jnp.where(logits >= cut[:, None], weight / race_noise(key, position, logits.shape[-1]), 0.0)
         return _first_of_greatest(jnp.where(warm[:, None], score, logits))
@@ -201,8 +119,8 @@ def sample_token(
     return jax.lax.cond(jnp.any(warm), race, lambda: _first_of_greatest(logits))
 
 
-def _divisor(temperature: Float[Array, " b"]) -> Float[Array, " b"]:
-    """What logits are divided by, 1 where the temperature is 0."""
+def divisor(temperature: Float[Array, " b"]) -> Float[Array, " b"]:
+    """Return what logits are divided by, 1 where the temperature is 0."""
     return jnp.where(temperature > 0, jnp.clip(temperature, *HEAT), 1.0)
 
 

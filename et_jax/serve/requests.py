@@ -31,6 +31,10 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, "0 (greedy) or above"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
     "min_p": (lambda x: 0 <= x <= 1, "from 0 (off) to 1"),
+    "top_n_sigma": (lambda x: 0 <= x <= 1000, "from 0 (off) to 1000"),
+    "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
+    "eta_cutoff": (lambda x: 0 <= x < 1, "from 0 (off) to below 1"),
+    "top_h": (lambda x: 0 <= x <= 1, "from 0 (off) to 1 (off)"),
     "repetition_penalty": (
         lambda x: 1 / MAX_PENALTY <= x <= MAX_PENALTY,
         f"from 1/{MAX_PENALTY} to {MAX_PENALTY} (1 is off)",
@@ -44,11 +48,12 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 class SamplingParams:
     """How to continue a prompt.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other
-    penalties 0 are off; none goes beyond a million, nor `repetition_penalty` below a millionth. `stop` strings
-    end the text and are left out of it; `stop_token_ids` likewise, besides the model's own end tokens, which
-    `ignore_eos` disregards. `n` continuations are drawn, each from its own key derived from `seed`. `logprobs`
-    asks for that many alternatives per token.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are
+    off, and so are `top_n_sigma` 0 (its paper has 1), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009), `top_h` 0 (0.4)
+    and `p_less` False, which are as in `decode.truncation.truncate`; no penalty goes beyond a million, nor
+    `repetition_penalty` below a millionth. `stop` strings end the text and are left out of it; `stop_token_ids`
+    likewise, besides the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each from
+    its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
 
     Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
     None has its default. Raises UsageError for a value of another type or out of range.
@@ -59,6 +64,11 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    eta_cutoff: float = 0.0
+    top_h: float = 0.0
+    p_less: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -80,7 +90,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
-        object.__setattr__(self, "ignore_eos", values.boolean("ignore_eos", self.ignore_eos))
+        for name in ("ignore_eos", "p_less"):
+            object.__setattr__(self, name, values.boolean(name, getattr(self, name)))
 
 
 def _stops(given: Any) -> tuple[str, ...]:

@@ -16,7 +16,10 @@ from et_jax.serve.requests import GenerationRequest
 from et_jax.text import Detokenizer, Tokenizer
 from et_jax.text.stop_strings import StopStrings
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("top_n_sigma", "typical_p", "eta_cutoff", "top_h", "p_less"),
+)
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

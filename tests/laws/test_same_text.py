@@ -38,6 +38,8 @@ SOMETIMES = {
     "top_p": 0.9,
     "top_k": 20,
     "min_p": 0.05,
+    "eta_cutoff": 0.05,
+    "p_less": True,
     "repetition_penalty": 1.3,
     "frequency_penalty": -2.0,
     "presence_penalty": 0.5,

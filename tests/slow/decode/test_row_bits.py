@@ -49,7 +49,7 @@ SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
     {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2, "typical_p": 0.9, "top_h": 0.9, "eta_cutoff": 0.01},
 )
 MANY = (2, 3, 18, 144)  # over borders at which XLA multiplies and adds in another way
 

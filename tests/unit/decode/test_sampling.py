@@ -12,18 +12,21 @@ from et_jax.control.entropy import moments
 from et_jax.decode import sampling
 from et_jax.decode.faults import overflows
 from et_jax.decode.noise import race_noise
+from et_jax.decode.truncation import truncate
 from et_jax.types import replace
 
 ROWS = 4
 VOCABULARIES = (7, 300)
 OFF = -np.inf
+DTYPES = {"top_k": jnp.int32, "p_less": jnp.bool_}
 
 
 def asked(rows: int = ROWS, **given) -> sampling.Sampling:
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    off |= dict(top_n_sigma=0.0, typical_p=1.0, eta_cutoff=0.0, top_h=0.0, p_less=False)
     off |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     fields = {
-        name: jnp.broadcast_to(jnp.asarray(given.get(name, value), jnp.int32 if name == "top_k" else jnp.float32), rows)
+        name: jnp.broadcast_to(jnp.asarray(given.get(name, value), DTYPES.get(name, jnp.float32)), rows)
         for name, value in off.items()
     }
     key = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i)))(jnp.arange(rows))
@@ -33,13 +36,22 @@ def asked(rows: int = ROWS, **given) -> sampling.Sampling:
 @functools.cache
 def compiled(name: str):
     """One program per function and shape, whatever the examples."""
-    return jax.jit(getattr(sampling, name))
+    return jax.jit(truncate if name == "truncate" else getattr(sampling, name))
+
+
+def truncated(logits, given: sampling.Sampling, temperature=None, least=OFF):
+    temperature = given.temperature if temperature is None else jnp.asarray(temperature, jnp.float32)
+    least = jnp.full(len(logits), least, jnp.float32) if np.isscalar(least) else jnp.asarray(least, jnp.float32)
+    return jax.device_get(compiled("truncate")(jnp.asarray(logits), temperature, given, least))
 
 
 def cut_of(logits, given: sampling.Sampling, temperature=None, least=OFF):
-    temperature = given.temperature if temperature is None else jnp.asarray(temperature, jnp.float32)
-    least = jnp.full(len(logits), least, jnp.float32) if np.isscalar(least) else jnp.asarray(least, jnp.float32)
-    return np.asarray(compiled("threshold")(jnp.asarray(logits), temperature, given, least))
+    return truncated(logits, given, temperature, least).cut
+
+
+def kept_by(logits, **given):
+    left = truncated(logits, asked(**given))
+    return (left.logits >= left.cut[:, None]) & ~np.isneginf(left.logits)
 
 
 def keys(seed: int) -> np.ndarray:
@@ -116,6 +128,79 @@ def test_min_p_keeps_what_is_at_least_that_fraction_of_the_likeliest(logits, sha
         ratio = np.exp((row.astype(np.float64) - row.max()) / temperature)
         close = np.abs(row - row.max() - temperature * np.log(fraction)) < 1e-5 * (1 + np.abs(row.max()))
         np.testing.assert_array_equal((row >= least)[~close], (ratio >= fraction)[~close])
+
+
+def greatest_first(x):
+    """The numbers of tokens by falling `x`, those that tie side by side."""
+    return np.split(order := np.argsort(-x, kind="stable"), np.flatnonzero(np.diff(x[order])) + 1)
+
+
+def by_definition(row, temperature, name, number):
+    """Of one row, which tokens a truncation keeps and which are too near to its border to tell in float32."""
+    p = probabilities(row, temperature)
+    with np.errstate(divide="ignore"):
+        surprisal = -np.log(p)
+    possible = p > 0
+    entropy = float(np.sum(p[possible] * surprisal[possible]))
+    if name == "top_h":
+        kept = np.zeros(len(p), bool)
+        for tied in greatest_first(row):
+            q = np.where(kept, p, 0.0)
+            q[tied] = p[tied]
+            q = q[q > 0] / q.sum()
+            bound = number * entropy
+            if kept.any() and -np.sum(q * np.log(q)) > bound:
+                return kept, (np.arange(len(p)) == tied[0]) & (abs(-np.sum(q * np.log(q)) - bound) < 1e-4)
+            kept[tied] = True
+        return kept, np.zeros(len(p), bool)
+    if name == "typical_p":
+        distance = np.where(possible, np.abs(surprisal - entropy), np.inf)
+        kept, mass = np.zeros(len(p), bool), 0.0
+        for tied in greatest_first(-distance):
+            kept[tied] = True
+            mass += p[tied].sum()
+            if mass >= number:
+                break
+        last = distance[kept].max()
+        return kept, np.abs(distance - last) < 1e-3 * (1 + last)
+    least = {
+        "eta_cutoff": lambda: -np.log(min(number, np.sqrt(number) * np.exp(-entropy))),
+        "p_less": lambda: -np.log(np.sum(p**2)),
+    }
+    if name == "top_n_sigma":
+        z = row[~np.isneginf(row)].astype(np.float64)
+        border = row.max() - number * z.std()
+        return row >= border, np.abs(row - border) < 1e-4 * (1 + np.abs(border))
+    border = least[name]()
+    return surprisal <= border, np.abs(surprisal - border) < 1e-3 * (1 + abs(border))
+
+
+@settings(max_examples=40)
+@given(
+    rows_of_logits(st.one_of(st.integers(-3, 3).map(float), st.floats(-20, 20, width=32, allow_subnormal=False))),
+    st.sampled_from([("top_n_sigma", 1.0), ("top_n_sigma", 0.3), ("eta_cutoff", 0.0009), ("eta_cutoff", 0.3)])
+    | st.sampled_from([("top_h", 0.4), ("top_h", 0.9), ("typical_p", 0.95), ("typical_p", 0.2), ("p_less", True)]),
+    st.floats(0.25, 4, width=32),
+)
+def test_a_truncation_by_entropy_keeps_what_its_definition_keeps(logits, truncation, temperature):
+    name, number = truncation
+    kept = kept_by(logits, temperature=temperature, **{name: number})
+    for row, got in zip(logits, kept, strict=True):
+        expected, close = by_definition(row, temperature, name, number)
+        expected |= (row == row.max()) & ~expected.any()
+        np.testing.assert_array_equal(got[~close], expected[~close])
+        assert got.any()
+
+
+def test_truncations_by_entropy_are_each_rows_own():
+    logits = np.log([[0.4, 0.3, 0.2, 0.1]] * ROWS).astype(np.float32)
+    given = dict(
+        top_n_sigma=[0.6, 0, 0, 0], typical_p=[1, 0.25, 1, 1], top_h=[0, 0, 0.6, 0], p_less=[False] * 3 + [True]
+    )
+    kept = kept_by(logits, **given)
+    two = [True, True, False, False]
+    assert kept.tolist() == [two, [False, True, False, False], two, two]
+    assert np.all(kept_by(logits, temperature=0.0, **given))
 
 
 def test_the_strictest_of_all_holds_and_a_token_is_always_left():
@@ -248,6 +333,6 @@ def test_counts_grow_where_a_token_was_produced_and_a_folded_key_differs_by_numb
 def test_what_nobody_asks_for_is_in_a_branch_of_its_own():
     """XLA takes out of a loop what no trip changes, and a search for a cut would be made without a trip too."""
     logits, numbers = jnp.zeros((ROWS, 512)), jnp.ones(ROWS)
-    text = jax.jit(sampling.threshold).lower(logits, numbers, asked(top_k=1), numbers).compile().as_text() or ""
+    text = jax.jit(truncate).lower(logits, numbers, asked(top_k=1), numbers).compile().as_text() or ""
     _, entry = text.split("ENTRY ")
     assert "conditional(" in entry and "while(" in text and "while(" not in entry

@@ -33,11 +33,14 @@ HOSTILE = [
     *(["\ud800"], ["a" * 5000], ["a"] * 5000, list(range(5000)), (x for x in "ab")),
 ]
 WHOLE = ("max_tokens", "top_k", "seed", "n", "logprobs")
-NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NUMBERS = (
+    *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 KINDS = {
     **dict.fromkeys(WHOLE, int),
     **dict.fromkeys(NUMBERS, float),
-    **{"stop": str, "stop_token_ids": int, "ignore_eos": bool},
+    **{"stop": str, "stop_token_ids": int, "p_less": bool, "ignore_eos": bool},
 }
 
 
