@@ -1,8 +1,8 @@
 """The machine, pure: a state in, a state out.
 
     decoder -> prefill, step, slots, compress -> drafter, turns, verify -> extend -> readers, budgeted
-        -> block_sparse, pruned, reading, sample, sampling, truncation, queries -> attended -> selection -> blocks, cache
-        -> summaries, eight_bits, pages, noise
+        -> block_sparse, pruned, reading, sample, sampling, truncation, queries -> attended -> selection -> blocks
+        -> cache, summaries, eight_bits, pages, noise
 
 `extend` runs a model over a `chunk` of tokens, a `plant` is one model with its cache; `readers`, `block_sparse` and
 `budgeted` say how the cache is read, `backends` by which kernels, `reads` what was read; `mixing` says how experts are
