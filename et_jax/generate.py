@@ -346,8 +346,9 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     from et_jax.serve.requests import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
-    told = {"logprobs": _ALTERNATIVES} if args.report is not None and args.input is None else {}
-    return SamplingParams(**{name: getattr(args, name) for name in names} | {"stop": tuple(args.stop)} | told)
+    told: dict[str, Any] = {"logprobs": _ALTERNATIVES} if args.report is not None and args.input is None else {}
+    told |= {"stop": tuple(args.stop), "bad_words": tuple(args.bad_word), "logit_bias": flags.biases(args.logit_bias)}
+    return SamplingParams(**{name: getattr(args, name) for name in names} | told)
 
 
 def _controller(args: argparse.Namespace, platform: str) -> "Controller":

@@ -24,13 +24,15 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_N = 128  # as the OpenAI API documents
 _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
-_INTEGERS = {"max_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
+_INTEGERS = {"max_tokens", "min_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
 _NUMBERS = {
     *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }
-_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"}
+_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
+    *("logit_bias", "allowed_token_ids", "bad_words"),
+}
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
 """What a line may set beside its prompt."""
 _LABELS = {"model", "user", "metadata", "store"}
@@ -41,7 +43,7 @@ _IGNORED = {
 }
 # Fields not supported here, with the value under which they change nothing.
 _NEUTRAL = {
-    **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": "", "logit_bias": {}},
+    **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": ""},
     **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
     **{"web_search_options": None},
 }
@@ -289,6 +291,7 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         if len(ids) > MAX_STOP_IDS:
             raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
+    given |= {name: body[name] for name in ("logit_bias", "allowed_token_ids", "bad_words") if name in body}
     given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
     wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
     return dataclasses.replace(defaults, **given), wants_logprobs

@@ -1,7 +1,7 @@
 """Flags that several commands share."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from et_jax.errors import UsageError
@@ -51,8 +51,26 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--presence-penalty", type=float, default=0.0, help="subtracted from used tokens (0, off)")
     group.add_argument("--frequency-penalty", type=float, default=0.0, help="subtracted per use (0, off)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end (default 0)")
+    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never write it; repeatable")
+    group.add_argument(
+        "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; repeatable"
+    )
+    group.add_argument("--logprobs", type=int, default=0, help="alternatives of every token, in --json and --trace (0)")
     group.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     group.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
+
+
+def biases(given: Sequence[str]) -> dict[int, float]:
+    """Return the biases of `--logit-bias ID=BIAS`. Raises UsageError for anything else."""
+    found = {}
+    for one in given:
+        token, _, bias = one.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError as error:
+            raise UsageError(f"--logit-bias is {one}; write a token id and a number, as in 42=-1.5.") from error
+    return found
 
 
 def add_drafts(group: argparse._ArgumentGroup) -> None:

@@ -1,6 +1,6 @@
 """One sequence about to start: what was asked for, as the device is told it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from et_jax.control.controller import Controller
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import law_numbers
 from et_jax.decode.sampling import Sampling
+from et_jax.decode.steering import Steering, steering_fields
 from et_jax.scope import within
 from et_jax.types import pytree
 
@@ -18,10 +19,10 @@ from et_jax.types import pytree
 class Request:
     """One sequence about to start: the last token of its prompt, what was asked for, and the numbers of its laws.
 
-    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the
-    prompt's tokens and is None unless the decoder keeps penalties. `index` is folded into the key, so
-    that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the prompt's
-    tokens and `num_drafted` the most to draft in a step.
+    `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the prompt's tokens, and
+    `steering` is what is forbidden and favoured; both are None unless the decoder keeps penalties. `index` is folded
+    into the key, so that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the
+    prompt's tokens and `num_drafted` the most to draft in a step.
     """
 
     token: Int[Array, ""]
@@ -34,6 +35,7 @@ class Request:
     sampling: Sampling
     laws: Controller
     in_prompt: Bool[Array, " v"] | None
+    steering: Steering | None
     text: Int[Array, " n"]
     num_drafted: Int[Array, ""]
 
@@ -64,13 +66,18 @@ def request(
     urgency: float = 0.0,
     control: Controller | None = None,
     num_drafted: int | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Sequence[int] | None = None,
+    bad_words: Sequence[Sequence[int]] = (),
+    min_tokens: int = 0,
 ) -> Request:
     """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
 
     The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be sampled and
     are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
     `config.controller` by default; one of another structure raises ValueError. At most `num_drafted` tokens are drafted
-    in a step, as many as the decoder can by default.
+    in a step, as many as the decoder can by default. `logit_bias`, `allowed_token_ids`, `bad_words` (as token ids) and
+    `min_tokens` are those of `steering.steering_fields`.
     """
     laws = config.controller if control is None else control
     if jax.tree.structure(laws) != jax.tree.structure(config.controller):
@@ -113,5 +120,10 @@ def request(
     if config.draft is not None:
         most = config.draft.most
         fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))
-    fields, settings = jax.device_put((fields, settings))  # one transfer for all
+    steered = {"bias": logit_bias or {}, "allowed": allowed_token_ids, "words": bad_words, "min_tokens": min_tokens}
+    steering = steering_fields(size, **steered) if config.penalties else None
+    if steering is None and any(steered.values()):
+        raise ValueError("penalties: got False, wanted True for a request that is steered")
+    fields, settings, steering = jax.device_put((fields, settings, steering))  # one transfer for all
+    fields["steering"] = None if steering is None else Steering(**steering)
     return Request(sampling=Sampling(**settings), **fields)

@@ -10,6 +10,7 @@ from et_jax.decode import sampling
 from et_jax.decode.rows import Rows
 from et_jax.decode.sampling import Sampling
 from et_jax.decode.state import DecodeState
+from et_jax.decode.steering import recent_tokens, steer
 from et_jax.decode.truncation import Truncated, truncate
 from et_jax.types import pytree, replace
 
@@ -41,8 +42,8 @@ def sample(
     them; a row that needs none has the same bits whether its neighbours do or not.
     """
     settings, control = rows.take(state.sampling), rows.take(state.control)
-    penalised = rows.run & sampling.penalises(settings)
-    altered = _penalise(state, rows, logits, settings, penalised)
+    penalised = _altered(state, rows, settings)
+    altered = _alter(state, rows, logits, settings, penalised)
     heat = _heat(rows.take(state.laws).temperature_rule, altered, settings, signals, control)
     normaliser = entropy.log_normaliser(raw)
     left = truncate(altered, heat, settings, normaliser - control.surprisal_cap)
@@ -67,24 +68,35 @@ def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position:
     The temperature is the last one decided: a rule that probes the token itself is asked of the model alone.
     """
     settings = rows.take(state.sampling)
-    altered = _penalise(state, rows, logits, settings, rows.run & sampling.penalises(settings))
+    altered = _alter(state, rows, logits, settings, _altered(state, rows, settings))
     heat = jnp.where(settings.temperature == 0, 0.0, rows.take(state.control.temperature))
     left = truncate(altered, heat, settings, jnp.full_like(heat, -jnp.inf))
     return sampling.sample_token(left.logits, heat, left.cut, settings.key, position)
 
 
-def _penalise(
-    state: DecodeState, rows: Rows, logits: Float[Array, "r v"], settings: Sampling, penalised: Bool[Array, " r"]
+def _altered(state: DecodeState, rows: Rows, settings: Sampling) -> Bool[Array, " r"]:
+    """Which rows have logits that are not the model's own: by penalties, or by steering."""
+    steered = rows.take(state.steering.on) if state.steering is not None else False
+    return rows.run & (sampling.penalises(settings) | steered)
+
+
+def _alter(
+    state: DecodeState, rows: Rows, logits: Float[Array, "r v"], settings: Sampling, altered: Bool[Array, " r"]
 ) -> Float[Array, "r v"]:
-    """The logits after penalties; the counts are looked at only where a row asks for one."""
-    counts = state.counts
-    if counts is None:
+    """The logits after penalties and steering; both are worked out only where a row asks for one of them."""
+    counts, steering = state.counts, state.steering
+    if counts is None or steering is None:
         return logits
-    return jax.lax.cond(
-        jnp.any(penalised),
-        lambda: sampling.penalise(logits, settings, rows.take(counts)),
-        lambda: logits,
-    )
+
+    def alter() -> Float[Array, "r v"]:
+        own = rows.take(steering)
+        slot = jnp.arange(len(state.text)) if rows.slot is None else rows.slot
+        recent = recent_tokens(state.text, slot, rows.position)
+        penalised = sampling.penalise(logits, settings, rows.take(counts))
+        steered = steer(penalised, own, rows.take(state.stop_ids), rows.take(state.generated), recent)
+        return jnp.where(own.on[:, None], steered, penalised)
+
+    return jax.lax.cond(jnp.any(altered), alter, lambda: logits)
 
 
 def _heat(

@@ -54,6 +54,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         logprobs=state.logprobs.at[slot].set(request.logprobs),
         sampling=put(state.sampling, sampling.fold_key(request.sampling, request.index)),
         counts=counts,
+        steering=put(state.steering, request.steering),
         text=put(state.text, request.text),
         draft=put(state.draft, config.fresh_drafts(request.num_drafted, state.draft_laws, state.length[slot])),
         heavy_blocks=None if state.heavy_blocks is None else state.heavy_blocks.at[slot].set(0),
@@ -73,6 +74,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         plants=tuple(plant.emptied(slot) for plant in state.plants),
         logprobs=state.logprobs.at[slot].set(False),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),
+        steering=None if state.steering is None else replace(state.steering, on=state.steering.on.at[slot].set(False)),
         table=pages.release(state.table, slot),
     )
 

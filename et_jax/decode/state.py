@@ -17,6 +17,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers
 from et_jax.decode.plant import PlantState
 from et_jax.decode.sampling import Sampling, TokenCounts, plain
+from et_jax.decode.steering import Steering, none
 from et_jax.models.config import ModelShape
 from et_jax.models.stacks import depths_of, stacks_of
 from et_jax.types import pytree, replace
@@ -48,6 +49,7 @@ class DecodeState:
     logprobs: Bool[Array, " b"]
     sampling: Sampling
     counts: TokenCounts | None
+    steering: Steering | None
     text: Int[Array, "b n"]
     draft: DraftState
     draft_laws: tuple[DraftLength, ...]
@@ -109,6 +111,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         logprobs=jnp.zeros(b, bool),
         sampling=plain((b,)),
         counts=counts if config.penalties else None,
+        steering=none((b,), v) if config.penalties else None,
         text=integers(b, config.max_length),
         draft=jax.vmap(config.fresh_drafts, (0, None, 0))(integers(b), config.draft_laws, integers(b)),
         draft_laws=config.draft_laws,

@@ -12,6 +12,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import KNOBS
 from et_jax.control.settings import adjusted
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.steering import WORD_TOKENS
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.serve.completions import Completion, TokenEvent
@@ -72,6 +73,8 @@ def sequences_of(
             f"tokens and the pool holds {config.num_pages - 1}; raise num_pages, or lower max_tokens."
         )
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+    stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids))
+    bad_words = _steered(params, stop_ids, tokenizer, config.model.vocab_size, name)
     return [
         Sequence(
             request=request,
@@ -81,11 +84,35 @@ def sequences_of(
             prompt_index=prompt_index,
             index=index,
             limit=limit,
-            stop_ids=(*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids)),
+            stop_ids=stop_ids,
+            bad_words=bad_words,
             text=Text(tokenizer, params.stop),
         )
         for index in range(params.n)
     ]
+
+
+def _steered(
+    params: SamplingParams, stop_ids: tuple[int, ...], tokenizer: Tokenizer, vocab_size: int, name: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the words that a request forbids. Raises UsageError where it leaves no token to draw."""
+    _check_ids("logit_bias names", dict(params.logit_bias), vocab_size, name)
+    _check_ids("allowed_token_ids holds", params.allowed_token_ids, vocab_size, name)
+    found = dict.fromkeys(
+        tuple(tokenizer.backend.encode(form, special=False))
+        for word in params.bad_words
+        for form in (word, f" {word.lstrip()}")
+    )
+    for word in found:
+        if len(word) > WORD_TOKENS:
+            raise UsageError(
+                f"bad_words holds {values.shown(tokenizer.decode(word))}, which is {len(word)} tokens of {name}; "
+                f"each may be {WORD_TOKENS} at most."
+            )
+    never = {word[0] for word in found if len(word) == 1} | (set(stop_ids) if params.min_tokens else set())
+    if params.allowed_token_ids and never.issuperset(params.allowed_token_ids):
+        raise UsageError("allowed_token_ids holds no token that bad_words and min_tokens leave; allow another token.")
+    return tuple(found)
 
 
 def prompt_ids(

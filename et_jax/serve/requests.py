@@ -7,6 +7,7 @@ from typing import Any
 
 from et_jax.control.controller import Controller
 from et_jax.control.draft import MOST_DRAFTED
+from et_jax.decode.steering import MOST_BIASED, MOST_WORDS
 from et_jax.errors import UsageError
 from et_jax.io import values
 
@@ -15,6 +16,7 @@ MAX_STOPS = 64  # stop strings of a request,
 MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them costs is kept far below a token's time
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
+MAX_WORDS = MOST_WORDS // 2  # each is forbidden with a space before it too
 MAX_PENALTY = 1_000_000  # which rules a token out, or has it always, and is far from where float32 ends
 _TEXTS = "a text or a list of texts that are not empty"
 _PROMPT = "a text or a list of token ids"
@@ -26,6 +28,7 @@ _COUNTS: dict[str, tuple[int, int | None, str]] = {
     "seed": (0, 2**63 - 1, "from 0 to 2^63 - 1"),
     "n": (1, MAX_N, ""),
     "logprobs": (0, MAX_LOGPROBS, ""),
+    "min_tokens": (0, None, "0 (off) or above"),
 }
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, "0 (greedy) or above"),
@@ -55,6 +58,10 @@ class SamplingParams:
     likewise, besides the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each from
     its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
 
+    No end token, nor one of `stop_token_ids`, is drawn before `min_tokens`. `logit_bias` is added to the logits of the
+    tokens that it names; of `allowed_token_ids`, unless there are none, a token is drawn. `bad_words` are never
+    written: their tokens, with and without a space before the word, are not drawn to their end.
+
     Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
     None has its default. Raises UsageError for a value of another type or out of range.
     """
@@ -78,6 +85,10 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     logprobs: int = 0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         values.fill_unset(self)
@@ -88,7 +99,14 @@ class SamplingParams:
             if not fine(value):
                 raise UsageError(f"{name} is {value}; it must be {wanted}.")
             object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(
+                f"min_tokens is {values.shown(self.min_tokens)}; it must be at most max_tokens, {self.max_tokens}."
+            )
         object.__setattr__(self, "stop", _stops(self.stop))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         for name in ("ignore_eos", "p_less"):
             object.__setattr__(self, name, values.boolean(name, getattr(self, name)))
@@ -116,6 +134,40 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_IDS:
         raise UsageError(f"stop_token_ids holds {len(ids)} ids; it may hold {MAX_STOP_IDS} at most.")
     return values.ids("stop_token_ids", ids, "a list of token ids")
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    given = dict(given) if isinstance(given, tuple) else given
+    if not isinstance(given, Mapping):
+        raise UsageError(f"logit_bias is {values.shown(given)}; it must map token ids to numbers.")
+    if len(given) > MOST_BIASED:
+        raise UsageError(f"logit_bias holds {len(given)} tokens; it may hold {MOST_BIASED} at most.")
+    found = {}
+    for token, bias in given.items():
+        if isinstance(token, str) and token.isdecimal() and len(token) < 10:  # as JSON writes a number that is a key
+            token = int(token)
+        [token] = values.ids("logit_bias", [token], "a mapping of token ids")
+        number = values.number(f"logit_bias[{token}]", bias)
+        if not abs(number) <= MAX_PENALTY:
+            raise UsageError(f"logit_bias[{token}] is {number}; it must be from -{MAX_PENALTY} to {MAX_PENALTY}.")
+        found[token] = number
+    return tuple(found.items())
+
+
+def _allowed(given: Any) -> tuple[int, ...]:
+    ids = values.plain(given)
+    if not values.is_list(ids):
+        raise UsageError(f"allowed_token_ids is {values.shown(ids)}; it must be a list of token ids.")
+    return values.ids("allowed_token_ids", ids, "a list of token ids")
+
+
+def _bad_words(given: Any) -> tuple[str, ...]:
+    words = values.plain(given)
+    if not values.is_list(words) or not all(isinstance(word, str) and word for word in words):
+        raise UsageError(f"bad_words is {values.shown(words)}; it must be a list of texts that are not empty.")
+    if len(words) > MAX_WORDS:
+        raise UsageError(f"bad_words holds {len(words)} texts; it may hold {MAX_WORDS} at most.")
+    return tuple(map(values.plain, words))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

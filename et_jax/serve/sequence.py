@@ -66,12 +66,12 @@ class Text:
 class Sequence:
     """One continuation of one request, number `index` of the `prompt_index`-th, which may produce `limit` tokens.
 
-    `laws` control it. `prompt_ids` are the tokens of `prompt`. `deliver` is called with every event. `arrival` numbers
-    submissions and `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it
-    is in. While it is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the
-    tokens that it wrote compression left out `left_out`. Steps that brought it no token are `unpaid`: its next one pays
-    for them. `prompt_read` is what a budget read of its prompt. Its caller sets `abandoned` when it wants no more of
-    it: the next round of a replica ends it.
+    `laws` control it. `prompt_ids` are the tokens of `prompt`, `bad_words` those of what it must not write. `deliver`
+    is called with every event. `arrival` numbers submissions and `turn` first admissions; `arrived` and `admitted` are
+    their times. `slot` is that of the replica it is in. While it is swapped out, `row` is what the device knew of the
+    slot and `swapped` what its pages held. Of the tokens that it wrote compression left out `left_out`. Steps that
+    brought it no token are `unpaid`: its next one pays for them. `prompt_read` is what a budget read of its prompt. Its
+    caller sets `abandoned` when it wants no more of it: the next round of a replica ends it.
     """
 
     request: GenerationRequest
@@ -82,6 +82,7 @@ class Sequence:
     index: int
     limit: int
     stop_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
     text: Text
     trace: list[TokenTrace] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING
@@ -147,6 +148,10 @@ class Sequence:
             urgency=self.urgency,
             control=self.laws,
             num_drafted=self.request.draft_tokens,
+            logit_bias=dict(params.logit_bias),
+            allowed_token_ids=params.allowed_token_ids or None,
+            bad_words=self.bad_words,
+            min_tokens=params.min_tokens,
             **{name: getattr(params, name) for name in (*_SAMPLING, *_PENALTIES)},
         )
 

@@ -27,7 +27,14 @@ _FULL: dict[str, Any] = {
     **{"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "stop": ["zz", "y"]},
     **{"top_n_sigma": 1.0, "typical_p": 0.9, "eta_cutoff": 0.01, "top_h": 0.4, "p_less": True},
     **{"stop_token_ids": [5], "ignore_eos": True, "priority": 1.5, "deadline": 9.0, "user": "u", "echo": False},
-    **{"stream": False, "response_format": {"type": "text"}, "logit_bias": {}, "metadata": {"a": "b"}},
+    **{
+        "stream": False,
+        "response_format": {"type": "text"},
+        "logit_bias": {"5": 2},
+        "bad_words": ["x"],
+        "min_tokens": 2,
+        "metadata": {"a": "b"},
+    },
     **{"control": {"decay": 0.5, "noise": 0}},
 }
 _PARTS = [{"type": "text", "text": "Hi"}, {"type": "text", "text": " there"}]

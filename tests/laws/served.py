@@ -44,9 +44,9 @@ class Served:
             {"temperature": 0.7, "frequency_penalty": -2.0},  # goes round in circles, as drafts by lookup like it
             {"top_k": 20, "logprobs": 3, "n": 2, "typical_p": 0.8},
             {"temperature": 1.3, "min_p": 0.05, "stop": ("the", ". ")},
-            {"temperature": 0.0, "repetition_penalty": 1.3},
+            {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 20},
             {"presence_penalty": 0.5, "temperature": 0.9, "ignore_eos": True, "top_h": 0.8, "top_n_sigma": 3.0},
-            {"temperature": 0.0, "frequency_penalty": -1.0},
+            {"temperature": 0.0, "frequency_penalty": -1.0, "logit_bias": {260: 3.0}, "bad_words": ("the", "it was")},
         ]
         return [
             GenerationRequest(

@@ -32,7 +32,7 @@ HOSTILE = [
     *(np.array([[1]]), np.zeros(0), np.datetime64("2020-01-01"), np.str_("a"), np.bool_(True), jnp.float32(jnp.inf)),
     *(["\ud800"], ["a" * 5000], ["a"] * 5000, list(range(5000)), (x for x in "ab")),
 ]
-WHOLE = ("max_tokens", "top_k", "seed", "n", "logprobs")
+WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
 NUMBERS = (
     *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -40,7 +40,14 @@ NUMBERS = (
 KINDS = {
     **dict.fromkeys(WHOLE, int),
     **dict.fromkeys(NUMBERS, float),
-    **{"stop": str, "stop_token_ids": int, "p_less": bool, "ignore_eos": bool},
+    **{
+        "stop": str,
+        "stop_token_ids": int,
+        "bad_words": str,
+        "allowed_token_ids": int,
+        "p_less": bool,
+        "ignore_eos": bool,
+    },
 }
 
 
@@ -58,7 +65,7 @@ def test_a_setting_is_of_its_type_or_refused_in_a_sentence(field):
             assert str(error).startswith(f"{field} ") and refused_in_a_sentence(error), number
             continue
         taken, kind = getattr(params, field), KINDS[field]
-        if field in ("stop", "stop_token_ids"):
+        if field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             assert type(taken) is tuple and all(type(one) is kind for one in taken), number
         else:
             assert type(taken) is kind and abs(taken) < math.inf, number
@@ -112,6 +119,13 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
         ({"min_p": 1.5}, "min_p is 1.5; it must be from 0 (off) to 1."),
         ({"frequency_penalty": -3e38}, "frequency_penalty is -3e+38; it must be from -1000000 to 1000000 (0 is off)."),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; it must be from 1/1000000 to 1000000 (1 is off)."),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; it must be at most max_tokens, 8."),
+        ({"logit_bias": [1]}, "logit_bias is a list; it must map token ids to numbers."),
+        ({"logit_bias": {"a": 1}}, 'logit_bias holds "a"; it must be a mapping of token ids, whole numbers.'),
+        ({"logit_bias": {3: 2e6}}, "logit_bias[3] is 2000000.0; it must be from -1000000 to 1000000."),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias holds 301 tokens; it may hold 300 at most."),
+        ({"bad_words": ["a"] * 33}, "bad_words holds 33 texts; it may hold 32 at most."),
+        ({"bad_words": [""]}, "bad_words is a list; it must be a list of texts that are not empty."),
         ({"stop_token_ids": range(99)}, f"stop_token_ids holds 99 ids; it may hold {MAX_STOP_IDS} at most."),
     ],
 )

@@ -1,0 +1,114 @@
+"""Tokens that a request forbids, allows or favours: what is done to its logits before a token is drawn."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.types import pytree
+
+MOST_BIASED = 300  # tokens with a bias,
+MOST_WORDS, WORD_TOKENS = 64, 8  # sequences of several tokens that are forbidden, and the tokens of each
+
+
+@pytree
+class Steering:
+    """What a request forbids and favours, one row per slot; `on` is False where that is nothing.
+
+    Bit i of `allowed[j]` says whether token 32 j + i may be drawn. `bias` is added to the logits of the tokens
+    `bias_ids`, which are padded with the size of the vocabulary. `words` are sequences of tokens of which the last must
+    not follow the others; they end at the last place and are padded with -1. No end token is drawn before `min_tokens`.
+    """
+
+    on: Bool[Array, "*b"]
+    allowed: UInt32[Array, "*b w"]
+    bias_ids: Int[Array, "*b n"]
+    bias: Float[Array, "*b n"]
+    words: Int[Array, "*b m l"]
+    min_tokens: Int[Array, "*b"]
+
+
+def none(shape: tuple[int, ...], vocab_size: int) -> Steering:
+    """Return what forbids and favours nothing."""
+    return Steering(
+        on=jnp.zeros(shape, bool),
+        allowed=jnp.full((*shape, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32),
+        bias_ids=jnp.full((*shape, MOST_BIASED), vocab_size, jnp.int32),
+        bias=jnp.zeros((*shape, MOST_BIASED), jnp.float32),
+        words=jnp.full((*shape, MOST_WORDS, WORD_TOKENS), -1, jnp.int32),
+        min_tokens=jnp.zeros(shape, jnp.int32),
+    )
+
+
+def steering_fields(
+    vocab_size: int,
+    *,
+    bias: Mapping[int, float],
+    allowed: Iterable[int] | None,
+    words: Iterable[Sequence[int]],
+    min_tokens: int,
+) -> dict[str, Any]:
+    """Return the fields of `Steering` for one request, of numpy. A word of one token is never drawn.
+
+    Raises ValueError for more biases, words or tokens of a word than there is room for.
+    """
+    several = [word for word in words if len(word) > 1]
+    for name, got, most in (
+        ("bias", len(bias), MOST_BIASED),
+        ("words", len(several), MOST_WORDS),
+        ("words", max(map(len, several), default=0), WORD_TOKENS),
+    ):
+        if got > most:
+            raise ValueError(f"{name}: got {got}, wanted at most {most}")
+    may = np.ones(-(-vocab_size // 32) * 32, bool)
+    if allowed is not None:
+        may[:] = False
+        may[list(allowed)] = True
+    may[[word[0] for word in words if len(word) == 1]] = False
+    ids, numbers = np.full(MOST_BIASED, vocab_size, np.int32), np.zeros(MOST_BIASED, np.float32)
+    ids[: len(bias)], numbers[: len(bias)] = list(bias), list(bias.values())
+    table = np.full((MOST_WORDS, WORD_TOKENS), -1, np.int32)
+    for row, word in zip(table, several, strict=False):
+        row[-len(word) :] = word
+    return {
+        "on": np.bool_(len(bias) > 0 or not may.all() or bool(several) or min_tokens > 0),
+        "allowed": np.packbits(may, bitorder="little").view(np.uint32),
+        "bias_ids": ids,
+        "bias": numbers,
+        "words": table,
+        "min_tokens": np.int32(min_tokens),
+    }
+
+
+def steer(
+    logits: Float[Array, "r v"],
+    steering: Steering,
+    stop_ids: Int[Array, "r i"],
+    generated: Int[Array, " r"],
+    recent: Int[Array, "r l1"],
+) -> Float[Array, "r v"]:
+    """Return the logits as the requests want them, -inf where a token must not be drawn.
+
+    `generated` tokens were drawn before, of which `recent` are the last, with those of the prompt before them and -1
+    before that. Where nothing at all would be left of a row, its words are drawn nevertheless.
+    """
+    size = logits.shape[-1]
+    rows = jnp.arange(len(logits))[:, None]
+    token = jnp.arange(size, dtype=jnp.int32)
+    may = (steering.allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)) & 1
+    early = (generated < steering.min_tokens)[:, None] & (stop_ids >= 0)
+    may = (may == 1).at[rows, jnp.where(early, stop_ids, size)].set(False, mode="drop")
+    biased = logits.at[rows, steering.bias_ids].add(steering.bias, mode="drop")
+    left = jnp.where(may, biased, -jnp.inf)
+    before, last = steering.words[..., :-1], steering.words[..., -1]
+    follows = jnp.all((before < 0) | (before == recent[:, None, :]), axis=-1) & (last >= 0)
+    worded = left.at[rows, jnp.where(follows, last, size)].set(-jnp.inf, mode="drop")
+    return jnp.where(jnp.any(worded > -jnp.inf, axis=-1, keepdims=True), worded, left)
+
+
+def recent_tokens(text: Int[Array, "b n"], slot: Int[Array, " r"], position: Int[Array, " r"]) -> Int[Array, "r l1"]:
+    """Return the last tokens up to `position` of each row's text, -1 where there is none."""
+    place = position[:, None] + jnp.arange(2 - WORD_TOKENS, 1, dtype=jnp.int32)
+    return jnp.where(place >= 0, text[slot[:, None], jnp.maximum(place, 0)], -1)
