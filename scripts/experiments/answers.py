@@ -66,4 +66,4 @@ FIGURES = {
     "share_read": Figure(header="blocks read"),
     "prompt_share_read": Figure(header="blocks read of prompts"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"
