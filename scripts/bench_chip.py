@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, help="of which its prompts are cut")
     parser.add_argument("--seconds", type=arguments.count(), default=240, help="after which it ends (default 240)")
     parser.add_argument("--modelled", action="store_true", help="print modelled times instead")
-    parser.add_argument("--tables", action="store_true", help="write the table of docs/kernels.md instead")
+    parser.add_argument("--tables", action="store_true", help="write the table of docs/evidence.md instead")
     args = parser.parse_args(words)
     try:
         small = {"steps": 2, "tokens": 8} if args.quick else {}
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
         elif args.modelled:
             print(modelled.shown(cases))
         elif args.tables:
-            print("docs/kernels.md" if report.write(args.output or report.PATH) else "There is no run to show.")
+            print("docs/evidence.md" if report.write(args.output or report.PATH) else "There is no run to show.")
         else:
             path = args.output or (None if args.quick else report.PATH)
             record = Record(path, args.resume)

@@ -55,7 +55,7 @@ def write_tables() -> None:
             tables.insert(tables.DOCS / experiment.document, name, tables.part(name, experiment, runs))
             print(f"{name}: docs/{experiment.document}")
     if report.write():
-        print("bench_chip: docs/kernels.md")
+        print("bench_chip: docs/evidence.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

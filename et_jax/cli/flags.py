@@ -135,7 +135,7 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
         "--cache-dtype",
         default="auto",
         choices=["auto", "bfloat16", "float32", "int8", "fp8"],
-        help="what keys and values are kept in (default auto: the dtype of the weights; 8 bits: docs/quantized.md)",
+        help="what keys and values are kept in (default auto: the dtype of the weights; 8 bits: docs/models.md)",
     )
     group.add_argument(
         "--cache-budget",
@@ -146,7 +146,7 @@ def add_cache(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cache-policy",
         metavar="NAME",
-        help="which: latent (default), snapkv, adakv, pyramidkv, streaming or random (docs/entropyinfer.md)",
+        help="which: latent (default), snapkv, adakv, pyramidkv, streaming or random (docs/long_context.md)",
     )
 
 
@@ -155,7 +155,7 @@ def add_ray(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ray",
         action="store_true",
-        help="have --input, also a folder or a pattern such as 'in/*.jsonl', served by actors (docs/scale.md)",
+        help="have --input, also a folder or a pattern such as 'in/*.jsonl', served by actors (docs/batch.md)",
     )
     group.add_argument("--ray-address", metavar="HOST:PORT", help="the cluster's head (default: one of this machine)")
     group.add_argument("--ray-actors", type=int, metavar="N", help="engines, each in a process of its own (default 1)")

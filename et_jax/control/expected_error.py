@@ -39,7 +39,7 @@ class ExpectedError(Selector):
     `squared_error` for each of them, and the next token's distribution by that times the model's
     sensitivity to the head, which `et_jax.calibrate` measures. Every query head of the model spends an
     equal share of the tolerance, on the blocks of least error, the tail aside. Errors are taken for independent; where
-    they point the same way they add up, and the divergence is many times the tolerance (docs/measurements.md).
+    they point the same way they add up, and the divergence is many times the tolerance (docs/evidence.md).
     The masses it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
     """
 

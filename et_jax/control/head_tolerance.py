@@ -24,7 +24,7 @@ class AttentionEntropy:
 
     eps is the sequence's tolerance, h the head's attention entropy over its blocks by their likeliest masses (see
     `view.attention_entropy`), below 1: no head passes eps. Slope 0 gives every head eps. The default is measured
-    where unread blocks count as their mean value; where they count as nothing 2 was better (docs/measurements.md).
+    where unread blocks count as their mean value; where they count as nothing 2 was better (docs/evidence.md).
     """
 
     slope: Number = 0.8

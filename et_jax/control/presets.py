@@ -111,7 +111,7 @@ class Paper(Pruning):
 
     Tail-corrected entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, and limits on
     rates. It scores no keys: alpha of E_b is what a block had when it was last read, or what its box promises
-    (`view.greater_mass`). docs/measurements.md says which answers that keeps.
+    (`view.greater_mass`). docs/evidence.md says which answers that keeps.
     """
 
     name = "paper"

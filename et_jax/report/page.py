@@ -76,7 +76,7 @@ def write_report(
     facts: Mapping[str, str] | None = None,
     decode: Decode | None = None,
 ) -> None:
-    """Write a page on `completions`, those of one prompt or of several, to `path`; see `docs/reports.md`.
+    """Write a page on `completions`, those of one prompt or of several, to `path`; see `docs/serving.md`.
 
     `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of
     alternatives, as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there

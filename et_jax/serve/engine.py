@@ -85,7 +85,7 @@ def load(
     host's work for one and the device's for another overlap.
 
     With `quantize` "int8" matrices, those of a model beside it too, are held in 8 bits with a scale for each output,
-    and what they are multiplied with is rounded to 8 bits as well (docs/quantized.md). Without it, weights that are
+    and what they are multiplied with is rounded to 8 bits as well (docs/models.md). Without it, weights that are
     stored quantised are decoded to `dtype`, of which "auto" is then bfloat16.
 
     `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`

@@ -1,4 +1,4 @@
-"""The table of measured steps that docs/kernels.md shows."""
+"""The table of measured steps that docs/evidence.md shows."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from scripts.measuring import tables
 from scripts.measuring.results import RESULTS, table
 
 PATH = RESULTS / "chip.json"
-DOCUMENT, PART = tables.DOCS / "kernels.md", "bench_chip"
+DOCUMENT, PART = tables.DOCS / "evidence.md", "bench_chip"
 BY = {"decode": "`decode`", "generate": "`Model.generate`", "torch": "torch, one CUDA graph"}
 HEADER = ["shape", "sequences x tokens", "by", "control", "ms a step", "times off's", "ms, modelled", "blocks read"]
 

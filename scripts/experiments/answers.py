@@ -74,4 +74,4 @@ FIGURES = {
     "share_bytes": Figure(header="bytes moved"),
     "prompt_share_read": Figure(header="blocks read of prompts"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"

@@ -73,3 +73,4 @@ FIGURES = {
     "loss": Figure(header="loss, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
+DOCUMENT = "evidence.md"

@@ -52,4 +52,4 @@ FIGURES = {
     "loss": Figure(header="loss, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "entropyinfer.md"
+DOCUMENT = "evidence.md"

@@ -87,4 +87,4 @@ FIGURES = {
     "drafted": Figure(header="drafted"),
     "accepted": Figure(header="accepted"),
 }
-DOCUMENT = "drafting.md"
+DOCUMENT = "evidence.md"

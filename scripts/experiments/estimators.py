@@ -59,4 +59,4 @@ FIGURES = {
     "width": Figure(header="width of the interval, nats"),
     "outside": Figure(header="truth outside the interval"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"

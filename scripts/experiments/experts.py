@@ -82,4 +82,4 @@ FIGURES = {
     "divergence": Figure(header="KL from as trained, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "experts.md"
+DOCUMENT = "evidence.md"

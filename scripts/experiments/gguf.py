@@ -135,3 +135,4 @@ FIGURES = {
     "same_argmax": Figure(header="same likeliest token"),
     "greedy": Figure(header="greedy tokens to the first that differs"),
 }
+DOCUMENT = "evidence.md"

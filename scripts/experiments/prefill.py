@@ -74,4 +74,4 @@ FIGURES = {
     "divergence": Figure(header="KL from dense, nats", against="saving"),
     "loss": Figure(header="loss, nats"),
 }
-DOCUMENT = "entropyinfer.md"
+DOCUMENT = "evidence.md"

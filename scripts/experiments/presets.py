@@ -70,3 +70,4 @@ FIGURES = {
     "milliseconds": Figure(header="ms a token", against="ratio"),
     "share_read": Figure(header="blocks read"),
 }
+DOCUMENT = "evidence.md"

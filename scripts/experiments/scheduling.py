@@ -159,4 +159,4 @@ FIGURES = {
     "first_token": Figure(header="steps to the first token", against="saving"),
     "tokens_per_step": Figure(header="tokens a step"),
 }
-DOCUMENT = "serving.md"
+DOCUMENT = "evidence.md"

@@ -136,4 +136,4 @@ FIGURES = {
     "loss": Figure(header="loss, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"

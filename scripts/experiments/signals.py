@@ -85,4 +85,4 @@ FIGURES = {
     "loss": Figure(header="loss, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"

@@ -80,4 +80,4 @@ def groups(settings: Settings) -> Iterator[Group]:
 
 
 FIGURES = {"seconds": Figure(header="seconds", against="ratio")}
-DOCUMENT = "serving.md"
+DOCUMENT = "evidence.md"

@@ -127,4 +127,4 @@ FIGURES = {
     "likely": Figure(header="log-probability, nats", against="difference"),
     "bytes": Figure(header="bytes", against="ratio"),
 }
-DOCUMENT = "switching.md"
+DOCUMENT = "evidence.md"

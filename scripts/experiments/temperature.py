@@ -87,4 +87,4 @@ FIGURES = {
     "surprisal": Figure(header="surprisal, nats"),
     "temperature": Figure(header="temperature"),
 }
-DOCUMENT = "measurements.md"
+DOCUMENT = "evidence.md"

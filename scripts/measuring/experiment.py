@@ -10,7 +10,7 @@ It is a file of `scripts/experiments`, whose docstring begins with the question:
     def groups(settings: Settings) -> Iterator[Group]: ...
 
     FIGURES = {"loss": Figure(header="loss, nats")}
-    DOCUMENT = "measurements.md"  # where there is one that shows the table
+    DOCUMENT = "evidence.md"  # where there is one that shows the table
 
 Settings are flags of the command line: `rows` is `--rows`. Each is checked before `groups` is called, which loads the
 model. An arm is a function without arguments. Of quality it returns the figures of each row. Of time, in a group with

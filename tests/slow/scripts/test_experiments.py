@@ -17,7 +17,7 @@ from scripts.measuring.shapes import SMALL, even_heads
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
-TEXT = REPOSITORY / "docs/measurements.md"
+TEXT = REPOSITORY / "et_jax/models/calibrations/text.txt"
 APART = {"gguf", "bounds", "drafting", "formats"}  # it needs llama.cpp; they take minutes and have no part of their own
 TRAINED = {"experts", "switching", "throughput"}  # that take the models of the repository
 

@@ -15,7 +15,7 @@ def test_every_family_is_listed():
 
 
 def test_the_family_that_is_shown_is_its_file():
-    [shown] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [shown] = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
     file = (ROOT / "et_jax/models/families/granite.py").read_text(encoding="utf-8")
     assert file.endswith("\n\n\n" + shown)
     assert len(file.splitlines()) < 50
