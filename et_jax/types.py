@@ -1,7 +1,8 @@
 """What everything stands on: axis letters, pytree dataclasses, values that compare by value, `replace`.
 
 Axis letters, the same in every signature: `b` slots or batch rows, `r` the rows a step serves, `t`
-positions, `l` layers, `k` KV heads, `h` query heads, `g` query heads per KV head, `n` blocks per slot
+positions, `l` layers, `k` KV heads, `h` query heads, `c` the same with
+those of each KV head padded for a kernel, `g` query heads per KV head, `n` blocks per slot
 (`n32` packed words of 32), `m` listed blocks, `p` pages, `s` page size, `d` head dim, `e` width of a
 cached token (key and value side by side, padded), `w` model width, `f` feed-forward width, `v`
 vocabulary. A *block* is logical, a *page* physical.

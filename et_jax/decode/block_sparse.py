@@ -58,7 +58,7 @@ class SelectedOfLayer:
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "n 1 h d"],
+        q: Float[Array, "n 1 c d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
@@ -182,7 +182,8 @@ def _kind(plant: Plant, softmax: Softmax) -> LayerKind:
     return LayerKind(page_size=plant.page_size, window=softmax.window, soft_cap=softmax.soft_cap)
 
 
-def _grouped(queries: Float[Array, "r h d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:
+def _grouped(queries: Float[Array, "r c d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:
     """Queries by KV head, float32, scaled so that query . key is the score."""
     r, _, d = queries.shape
-    return queries.astype(jnp.float32).reshape(r, plant.model.num_kv_heads, -1, d) * softmax.scale
+    by_head = queries.reshape(r, plant.model.num_kv_heads, -1, d)[:, :, : plant.model.group_size]
+    return by_head.astype(jnp.float32) * softmax.scale

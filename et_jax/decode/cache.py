@@ -163,8 +163,7 @@ def write(
     tokens, so that it is exact whatever was there before; a page that is not full has none, for the block that a
     sequence ends in is read whatever it holds.
     """
-    num_pages, page_size, e = layer.pages.shape[1:]
-    t, d = k.shape[1], k.shape[3]
+    e, t, d = layer.pages.shape[3], k.shape[1], k.shape[3]
     scales = None
     if layer.kv_scales is not None:
         (k, of_key), (v, of_value) = (quantized(x, layer.pages.dtype) for x in (k, v))
@@ -175,10 +174,28 @@ def write(
         layer = by_pages(layer, new, scales, table, start, count)
     else:
         layer = _by_tokens(layer, new, scales, table, start, count)
+    return with_summaries(layer, d, table, start, count, start + count if end is None else end, t, full_page, turn)
+
+
+def with_summaries(
+    layer: LayerCache,
+    head_dim: int,
+    table: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    count: Int[Array, " b"],
+    end: Int[Array, " b"],
+    t: int = 1,
+    full_page: Int[Array, " b"] | None = None,
+    turn: Int[Array, ""] | None = None,
+) -> LayerCache:
+    """Return a layer that keeps summaries with those of the pages that `t` new tokens fill. The rest is as in `write`.
+
+    The tokens are stored.
+    """
     if layer.summary is None:
         return layer
-
-    end = start + count if end is None else end
+    page_size, e = layer.pages.shape[2:]
+    d, num_pages = head_dim, layer.pages.shape[1]
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
     # On a GPU the kernel runs at every token: the host would wait for a condition.

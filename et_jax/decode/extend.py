@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.decode import queries, sharded, work
 from et_jax.decode.blocks import places_of
-from et_jax.decode.cache import LayerCache, with_place, write
+from et_jax.decode.cache import LayerCache, with_place, with_summaries, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
 from et_jax.decode.packed import packed, unpacked
@@ -27,8 +27,11 @@ from et_jax.decode.work import Work
 from et_jax.models.experts import Experts
 from et_jax.models.model import ModelWeights, arrangement, forward
 from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
+from et_jax.models.transformer import Angles
 from et_jax.pallas.add_norm import add_norm
 from et_jax.pallas.backend import platform
+from et_jax.pallas.paged_attention.api import padded_heads
+from et_jax.pallas.rotate_store import rotate_store
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -56,7 +59,7 @@ class LayerReader(Protocol):
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "n t h d"],
+        q: Float[Array, "n t c d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
@@ -111,7 +114,13 @@ def extend(
         return jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
 
     def attending(
-        layer: int | Layer, q: Array, k: Array, v: Array, memory: Threaded, softmax: Softmax
+        layer: int | Layer,
+        q: Array,
+        k: Array,
+        v: Array,
+        memory: Threaded,
+        softmax: Softmax,
+        angles: Angles | None = None,
     ) -> tuple[Array, Threaded]:
         layer = located(stacks, layer) if isinstance(layer, int) else layer
         cache, took = memory.carried
@@ -121,8 +130,13 @@ def extend(
             turn = jnp.asarray(layer.turn, jnp.int32)
             own = replace(chunk, table=place.numbers(chunk.table, turn), own_table=chunk.table, turn=turn)
             own = replace(own, places=places)
-        k, v = (x[:num_rows] for x in (k, v))
-        out, place, noted = run(plant, softmax, own, reader.of_layer(plant, layer), q, k, v, place, cache.surprisal)
+        of_layer = reader.of_layer(plant, layer)
+        if angles is None:
+            k, v = (x[:num_rows] for x in (k, v))
+            out, place, noted = run(plant, softmax, own, of_layer, q, k, v, place, cache.surprisal)
+        else:
+            products = q, k, v, *angles
+            out, place, noted = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
         noted = packed(noted) if fewer_launches and layer.turn is not None else noted
         told = noted, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
@@ -136,8 +150,13 @@ def extend(
     begun = Threaded(carried=(state.cache, no_experts(plant, chunk.token.shape[0])))
     tokens, positions = multiplied(chunk.token), multiplied(chunk.positions)
     kinds = reader.kinds(plant)
-    fused = add_norm if plant.backend == "gpu" and plant.mesh is None and chunk.token.shape[1] == 1 else None
-    logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, kinds, fused)
+    fused = rotating = None
+    if plant.backend == "gpu" and fewer_launches:
+        fused = add_norm
+        # where rows are read together, or queries are kept, XLA needs the rotated ones
+        in_8_bits = any(place.kv_scales is not None for place in state.cache.layers)
+        rotating = attending if chunk.at is None and watch is None and not in_8_bits else None
+    logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, kinds, fused, rotating)
     if plant.mesh is not None:
         logits = sharded.whole(plant.mesh, logits)
     cache, took = memory.carried
@@ -176,6 +195,31 @@ def attend(
     out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)
+    return out, cached, notes
+
+
+@partial(jax.jit, static_argnums=0)
+def attend_rotated(
+    plant: Plant,
+    softmax: Softmax,
+    chunk: Chunk,
+    reader: LayerReader,
+    products: tuple[Float[Array, "..."], ...],
+    cached: LayerCache,
+    surprisal: Float[Array, "p s"] | None,
+) -> tuple[Float[Array, "n 1 h d"], LayerCache, Any]:
+    """Do what `attend` does for one token a row of stacked layers, by a kernel that rotates and stores.
+
+    `products` are queries, keys and values not yet rotated, then the cosines and sines.
+    """
+    assert chunk.own_table is not None and chunk.turn is not None and chunk.places is not None
+    columns = padded_heads(plant.model.group_size)
+    arrays = [x[:, 0] for x in products]
+    place = chunk.own_table, chunk.start, chunk.count, chunk.turn.reshape(1)
+    q, pages = rotate_store(*arrays, cached.pages, *place, depth=cached.depth, columns=columns)
+    at, d = (chunk.table, chunk.start, chunk.count, chunk.end), q.shape[-1]
+    cached = with_summaries(replace(cached, pages=pages), d, *at, full_page=chunk.places.full, turn=chunk.turn)
+    out, notes = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)
     return out, cached, notes
 
 

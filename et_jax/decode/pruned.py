@@ -141,7 +141,7 @@ class HeavyOfLayer:
         self,
         plant: Plant,
         softmax: Softmax,
-        q: Float[Array, "n 1 h d"],
+        q: Float[Array, "n 1 c d"],
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,

@@ -16,7 +16,7 @@ from et_jax.softmax import Softmax
 def read_all(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "q h d"],
+    queries: Float[Array, "q c d"],
     cached: LayerCache,
     chunk: Chunk,
     skipped: Int[Array, "r k"] | None = None,
@@ -37,7 +37,7 @@ def read_all(
 def read_chosen(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "q h d"],
+    queries: Float[Array, "q c d"],
     cached: LayerCache,
     chunk: Chunk,
     listed: Int[Array, "r k m"],
@@ -62,7 +62,7 @@ def read_chosen(
 def read_listed(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "r h d"],
+    queries: Float[Array, "r c d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
     listed: Int[Array, "r k m"],
@@ -95,7 +95,7 @@ def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Ar
 def _read(
     plant: Plant,
     softmax: Softmax,
-    queries: Float[Array, "q h d"],
+    queries: Float[Array, "q c d"],
     cached: LayerCache,
     table: Int[Array, "r n"],
     listed: Int[Array, "s k m"] | None,
@@ -120,6 +120,7 @@ def _read(
         rows_per_slot=rows_per_slot,
         readers=readers,
         kv_scales=cached.kv_scales,
+        num_heads=plant.model.num_heads,
         backend=plant.backend,
         **more,
     )

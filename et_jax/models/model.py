@@ -15,7 +15,7 @@ from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
 from et_jax.models.params import Params
 from et_jax.models.stacks import Stack, stacks_of
-from et_jax.models.transformer import AddNorm, Attend, Mix
+from et_jax.models.transformer import AddNorm, Attend, AttendProducts, Mix
 from et_jax.models.weights import looked_up, nodes, num_bytes
 from et_jax.types import replace
 
@@ -35,10 +35,11 @@ def forward(
     mix: Mix | None = None,
     alike: Sequence[Hashable] | None = None,
     add_norm: AddNorm | None = None,
+    attend_products: AttendProducts | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
-    Experts are mixed as trained unless `mix` does it. `alike` and `add_norm` as in `transformer.forward`.
+    Experts are mixed as trained unless `mix` does it. The rest is as in `transformer.forward`.
 
     Under jit, logits the caller ignores are never computed.
     """
@@ -46,7 +47,7 @@ def forward(
         assert isinstance(weights, ModuleWeights)
         return module.forward(weights, model, tokens, positions, attend, memory)
     assert isinstance(model, ModelConfig) and isinstance(weights, Params)
-    return transformer.forward(weights, model, tokens, positions, attend, memory, mix, alike, add_norm)
+    return transformer.forward(weights, model, tokens, positions, attend, memory, mix, alike, add_norm, attend_products)
 
 
 def arrangement(weights: ModelWeights, model: ModelShape) -> tuple[Stack, ...]:

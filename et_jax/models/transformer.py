@@ -18,6 +18,8 @@ from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 Memory = TypeVar("Memory")
+Angles = tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
+"""The cosines and the sines by which the pairs of channels of every token are rotated."""
 
 
 @runtime_checkable
@@ -36,6 +38,25 @@ class Attend(Protocol):
         v: Float[Array, "b t k d"],
         memory: Any,
         softmax: Softmax,
+    ) -> tuple[Float[Array, "b t h d"], Any]: ...
+
+
+@runtime_checkable
+class AttendProducts(Protocol):
+    """Attention to queries, keys and values that are float32 products, not yet rotated, with the `angles` of rotation.
+
+    The rest is as in `Attend`. Queries, keys and values are still to be rounded to the model's dtype, then rotated.
+    """
+
+    def __call__(
+        self,
+        layer: Any,
+        q: Float[Array, "b t h d"],
+        k: Float[Array, "b t k d"],
+        v: Float[Array, "b t k d"],
+        memory: Any,
+        softmax: Softmax,
+        angles: Angles,
     ) -> tuple[Float[Array, "b t h d"], Any]: ...
 
 
@@ -92,6 +113,7 @@ def forward(
     mix: Mix | None = None,
     alike: Sequence[Hashable] | None = None,
     add_norm: AddNorm | None = None,
+    attend_products: AttendProducts | None = None,
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
@@ -99,7 +121,8 @@ def forward(
     `mix` serve by one program; they are given the `stacks.Layer` then, and a `stacks.Threaded` memory, to whose `told`
     every layer adds one entry. Of these, layers in one stack are run by a scan. None is that every layer is by itself.
     `add_norm`, where it is given, serves plain layers in stacks: what a layer adds to the residual stream last is
-    carried beside it then, and added by the next.
+    carried beside it then, and added by the next. `attend_products`, where it is given, attends for those of them that
+    have no biases and no norms of queries and keys.
 
     Under jit, logits the caller ignores are never computed.
     """
@@ -111,7 +134,8 @@ def forward(
         if beside is not None:
             with jax.named_scope(f"layer_{layer.like}"):
                 held = Threaded(carried=before)
-                x, held = _plain_block(weights, config, layer, x, angles[layer.like], attend, held, beside)
+                how = attend, attend_products
+                x, held = _plain_block(weights, config, layer, x, angles[layer.like], how, held, beside)
             [told] = held.told
             return (x, held.carried), told
         if layer.turn is not None:
@@ -146,9 +170,7 @@ def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
     return jax.tree.map(taken, layers, is_leaf=lambda node: isinstance(node, Experts))
 
 
-def angles_of_layers(
-    config: ModelConfig, positions: Int[Array, "b t"]
-) -> tuple[tuple[Float[Array, "b t r"], Float[Array, "b t r"]], ...]:
+def angles_of_layers(config: ModelConfig, positions: Int[Array, "b t"]) -> tuple[Angles, ...]:
     """Return the cosines and sines by which each layer turns, the same arrays where layers turn alike."""
     ropes, dim = [config.rope(layer) for layer in range(config.num_layers)], config.rope_dim or config.head_dim
     # the barrier keeps XLA from working every cosine out anew for each layer and head
@@ -167,7 +189,7 @@ def block(
     config: ModelConfig,
     index: int | Layer,
     x: Float[Array, "b t w"],
-    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    angles: Angles,
     attend: Attend,
     memory: Memory,
     mix: Mix | None = None,
@@ -194,13 +216,19 @@ def _is_plain(layer: LayerParams, config: ModelConfig) -> bool:
     return all(x is None for x in out) and all(x is not None for x in there) and config.residual_scale == 1
 
 
+def _is_product(layer: LayerParams) -> bool:
+    """Whether queries, keys and values are products of matrices, rotated: without biases and norms."""
+    beside = layer.q_bias, layer.k_bias, layer.v_bias, layer.q_norm, layer.k_norm
+    return all(x is None for x in beside)
+
+
 def _plain_block(
     stacked: LayerParams,
     config: ModelConfig,
     index: Layer,
     carried: tuple[Float[Array, "b t w"], Float[Array, "b t w"]],
-    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
-    attend: Attend,
+    angles: Angles,
+    how: tuple[Attend, AttendProducts | None],
     memory: Threaded,
     add_norm: AddNorm,
 ) -> tuple[tuple[Float[Array, "b t w"], Float[Array, "b t w"]], Threaded]:
@@ -218,9 +246,16 @@ def _plain_block(
         return found.reshape(x.shape), normed.reshape(x.shape)
 
     x, y = added(x, more, stacked.attention_norm)
-    q, k, v = _projected(layer, config, y, angles)
-    with jax.named_scope("attend"):
-        out, memory = attend(index, q, k, v, memory, replace(config.softmax(index.like), sink_logits=layer.sinks))
+    softmax, (attend, attend_products) = replace(config.softmax(index.like), sink_logits=layer.sinks), how
+    if attend_products is not None and _is_product(layer):
+        products = (each.matmul(y) for each in (layer.q, layer.k, layer.v))
+        q, k, v = (each.reshape(*each.shape[:2], -1, config.head_dim) for each in products)
+        with jax.named_scope("attend"):
+            out, memory = attend_products(index, q, k, v, memory, softmax, angles)
+    else:
+        q, k, v = _projected(layer, config, y, angles)
+        with jax.named_scope("attend"):
+            out, memory = attend(index, q, k, v, memory, softmax)
     x, y = added(x, layer.o.matmul(out.reshape(*out.shape[:2], -1)), stacked.ffn_norm)
     y = gated(linear(y, layer.gate), linear(y, layer.up), y.dtype, config.activation)
     return (x, layer.down.matmul(y)), memory
@@ -237,7 +272,7 @@ def _before_attention(
     layer: LayerParams,
     config: ModelConfig,
     x: Float[Array, "b t w"],
-    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    angles: Angles,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
     return _projected(layer, config, _normed(x, layer.attention_norm, config), angles)
 
@@ -246,7 +281,7 @@ def _projected(
     layer: LayerParams,
     config: ModelConfig,
     y: Float[Array, "b t w"],
-    angles: tuple[Float[Array, "b t r"], Float[Array, "b t r"]],
+    angles: Angles,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
     """The queries, keys and values of what is normed."""
     c = config

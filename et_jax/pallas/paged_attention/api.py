@@ -32,8 +32,13 @@ def shares_lists(backend: str) -> bool:
     return backend in ("gpu", "tpu")
 
 
+def padded_heads(group: int) -> int:
+    """Return how many queries the kernel for GPUs reads of a KV head that has a group of so many."""
+    return kernel("paged_attention", "gpu", "columns")(group)
+
+
 def paged_attention(
-    q: Float[Array, "q h d"],
+    q: Float[Array, "q c d"],
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     page_table: Int[Array, "b n"],
     blocks: Int[Array, "b k m"] | None,
@@ -48,6 +53,7 @@ def paged_attention(
     readers: Int[Array, "b k m"] | None = None,
     kv_scales: Float[Array, "k p 2 s"] | None = None,
     block_sums: bool = True,
+    num_heads: int | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"] | None]:
     """Return attention of one query a row over the blocks listed for its slot, and each block's log-sum-exp.
@@ -76,6 +82,8 @@ def paged_attention(
     kv_scales: of a pool in 8 bits (int8, or float8_e4m3fn), whose codes are finite: what the keys and what the values
         of each token are multiplied by.
     block_sums: whether `block_lse` is returned, else None. A kernel for GPUs writes it in its last launch.
+    num_heads: h, None where q has no other heads. Otherwise the first of each KV head's are its query heads, and the
+        others are 0: a kernel for GPUs reads `padded_heads` where a slot has one row, and pads them by a launch.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how
@@ -84,6 +92,11 @@ def paged_attention(
     """
     (past, h, _), rows = q.shape, lengths.shape[0]
     past, k = past - rows, pages.shape[0]
+    name = resolve(backend, BACKENDS)
+    if num_heads is not None and num_heads != h:
+        padded = name == "gpu" and rows_per_slot == 1 and num_heads % k == 0 and h == k * padded_heads(num_heads // k)
+        require(padded, "num_heads", num_heads, f"the {h} heads of q, or a kernel's that takes so many")
+        h = num_heads
     holds = rows_per_slot >= 1 and rows % rows_per_slot == 0
     require(holds, "rows_per_slot", rows_per_slot, f"a number that divides the {rows} rows of q")
     require(past >= 0, "lengths", f"shape {lengths.shape}", f"at most the {past + rows} rows of q")
@@ -100,19 +113,18 @@ def paged_attention(
     if skipped is not None:
         require_shape("skipped", skipped, (b, k), "b k")
     integers = {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths, "skipped": skipped}
-    for name, array in integers.items():
+    for argument, array in integers.items():
         if array is not None:
-            require_integers(name, array)
+            require_integers(argument, array)
     softmax.require_heads(h)
     require(readers is None or blocks is not None, "blocks", "None", "lists of blocks with readers")
     if readers is not None and blocks is not None:
         require_shape("readers", readers, blocks.shape, "b k m")
         require_integers("readers", readers)
         require(rows_per_slot <= MOST_READERS, "rows_per_slot", rows_per_slot, f"at most {MOST_READERS} with readers")
-    name = resolve(backend, BACKENDS)
     more = {}
     if name == "gpu":  # each launch of a kernel costs there: its own finds blocks and pages
-        more = {"skipped": skipped, "turn": turn, "depth": depth, "block_sums": block_sums}
+        more = {"skipped": skipped, "turn": turn, "depth": depth, "block_sums": block_sums, "num_heads": h}
     else:
         if turn is not None:
             page_table = page_table + turn * (pages.shape[1] // depth)
