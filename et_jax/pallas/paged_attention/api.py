@@ -83,7 +83,7 @@ def paged_attention(
         of each token are multiplied by.
     block_sums: whether `block_lse` is returned, else None. A kernel for GPUs writes it in its last launch.
     num_heads: h, None where q has no other heads. Otherwise the first of each KV head's are its query heads, and the
-        others are 0: a kernel for GPUs reads `padded_heads` where a slot has one row, and pads them by a launch.
+        others are 0. The kernel for GPUs takes `padded_heads` of them, of slots of one row; others it pads by a launch.
 
     Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
     0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how
@@ -93,9 +93,10 @@ def paged_attention(
     (past, h, _), rows = q.shape, lengths.shape[0]
     past, k = past - rows, pages.shape[0]
     name = resolve(backend, BACKENDS)
-    if num_heads is not None and num_heads != h:
-        padded = name == "gpu" and rows_per_slot == 1 and num_heads % k == 0 and h == k * padded_heads(num_heads // k)
-        require(padded, "num_heads", num_heads, f"the {h} heads of q, or a kernel's that takes so many")
+    if num_heads is not None and num_heads < h:
+        require(h % k == num_heads % k == 0, "num_heads", num_heads, f"a multiple of the {k} KV heads, as the {h} of q")
+        if name != "gpu":
+            q = q.reshape(len(q), k, h // k, -1)[:, :, : num_heads // k].reshape(len(q), num_heads, -1)
         h = num_heads
     holds = rows_per_slot >= 1 and rows % rows_per_slot == 0
     require(holds, "rows_per_slot", rows_per_slot, f"a number that divides the {rows} rows of q")

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
-from et_jax.pallas.checks import EIGHT_BITS, require_counts
+from et_jax.pallas.checks import EIGHT_BITS, require, require_counts
 from et_jax.pallas.folding import by_head, most_together, split
 from et_jax.pallas.hopper import LAYOUT, TILE
 from et_jax.pallas.paged_attention import gpu_part
@@ -127,6 +127,9 @@ def paged_attention(
         config = tuned.settings(heuristic(s, group, e, pages.dtype), "paged_attention/gpu", **facts)
     num_parts = -(-m // config.part)
     if h < c:
+        require(
+            rows_per_slot == 1 and c == k * columns(group), "q", f"{c} heads", f"{h}, or padded ones of single rows"
+        )
         query = q.reshape(-1, k, c // k, d)
     else:
         query = jnp.pad(by_head(q[: b * rows], k, rows), ((0, 0), (0, 0), (0, columns(group) - group), (0, 0)))

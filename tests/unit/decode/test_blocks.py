@@ -10,7 +10,7 @@ from small_model import MODEL
 
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
-from et_jax.decode import attended, block_sparse, selection
+from et_jax.decode import attended, block_sparse, extend, selection
 from et_jax.decode import blocks as blocks_module
 from et_jax.decode import cache as kv
 from et_jax.decode.attended import AttendedMass, attended_mass, in_units_read, with_residual
@@ -20,8 +20,10 @@ from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
 from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.selection import ChosenBlocks
+from et_jax.models.layers import rotate
 from et_jax.pallas.add_residual import gpu as add_residual
 from et_jax.pallas.per_head import api, gpu
+from et_jax.pallas.rotate_store import gpu as rotate_store
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -231,6 +233,30 @@ def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
         np.testing.assert_allclose(one, other, atol=1e-5)
     if notes.block_mass is not None:
         np.testing.assert_allclose(notes_by_kernels.block_mass, notes.block_mass, atol=1e-5)
+
+
+def test_a_layer_that_rotates_and_stores_by_a_kernel_reads_what_it_reads_by_xla(monkeypatch):
+    """The last of three layers, of which one row fills a page, and one does not run."""
+    monkeypatch.setattr(extend, "rotate_store", partial(rotate_store.rotate_store, interpret=True))
+    c, size, count = MODEL, 4, jnp.asarray([1, 1, 0], jnp.int32)
+    plant = replace(PLANT, page_size=size)
+    all_heads = jax.random.normal(jax.random.key(0), (ROWS, 1, c.num_heads + 2 * c.num_kv_heads, c.head_dim))
+    q, k, v = jnp.split(all_heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+    angle, start = 7 * all_heads[:, :, 0, : c.head_dim // 2], jnp.asarray([7, 5, 3], jnp.int32)
+    angles = jnp.cos(angle), jnp.sin(angle)
+    blank = kv.empty(3, c.num_kv_heads, c.head_dim, 10, size, jnp.float32, depths=(3,)).layers[0]
+    pages = jax.random.normal(jax.random.key(9), blank.pages.shape)
+    cached = replace(blank, pages=jnp.where(jnp.arange(pages.shape[-1]) < 2 * c.head_dim, pages, 0.0))
+    table, token = 1 + jnp.arange(6, dtype=jnp.int32).reshape(ROWS, 2), jnp.zeros((ROWS, 1), jnp.int32)
+    chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=count, end=start + count)
+    turn, places = jnp.int32(2), places_of(chunk, size)
+    chunk = replace(chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places)
+    given = plant, Softmax(scale=c.head_dim**-0.5), chunk, AllOfLayer(skipped=None, mass=None, noting=None)
+    out, written, _ = extend.attend(*given, rotate(q, *angles), rotate(k, *angles), v, cached, None)
+    by_kernel, stored, _ = extend.attend_rotated(*given, (q, k, v, *angles), cached, None)
+    np.testing.assert_allclose(by_kernel, out, atol=1e-5)
+    assert (np.asarray(stored.summaries.mean) != 0).any()
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), stored, written)
 
 
 @pytest.mark.parametrize("soft_cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])
