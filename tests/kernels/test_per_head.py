@@ -87,6 +87,31 @@ def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
     np.testing.assert_allclose(summed, jnp.sum(given(4)[0].array, axis=2), rtol=1e-6)
 
 
+@pytest.mark.parametrize("group", [4, 3])
+def test_arrays_that_registers_do_not_hold_are_added_up_in_pieces(group):
+    """For every query head, block and channel a number; a kernel has an eighth of them at a time."""
+    rng, blocks, dim = np.random.default_rng(group), 512, 128
+    share = jnp.asarray(rng.dirichlet(np.ones(blocks), (2, HEADS, group)), jnp.float32)
+    own = PerHead(array=jnp.asarray(rng.normal(size=(2, HEADS, dim)), jnp.float32))
+    pages = Pages(
+        pool=jnp.asarray(rng.normal(size=(HEADS, 100, 2 * dim)), jnp.float32),
+        page=jnp.asarray(rng.integers(1, 100, (2, blocks)), jnp.int32),
+        columns=(dim, 2 * dim),
+    )
+    inputs = PerQuery(array=share), own, pages, PerRow(array=jnp.asarray([70, 512], jnp.int32))
+
+    def influence(share, own, value, length):
+        block = jnp.arange(blocks)[:, None]
+        value = jnp.where(block < length - 1, value, jnp.where(block < length, own, 0.0))
+        out = share @ value
+        return jnp.sqrt(jnp.sum(jnp.square(value[None] - out[:, None]), axis=-1)), out, jnp.sum(value, axis=0)
+
+    assert not left_to_xla(influence, inputs)
+    expected, found = by_vmap(influence, inputs), by_kernels(influence, inputs, interpret=True)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_a_page_gets_its_summary_and_codes_by_a_kernel():
     """Every row's page holds what XLA writes; the null page, which stands for no page, may hold anything."""
     rng = np.random.default_rng(0)

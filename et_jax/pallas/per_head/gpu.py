@@ -17,8 +17,10 @@ from jax.experimental.pallas import triton as plt
 from jax.extend import core
 from jaxtyping import Array, Int
 
+from et_jax.pallas.per_head.flat import MOST_NUMBERS
 from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, gathered, is_input, sizes_of
-from et_jax.pallas.per_head.traced import OVER_ALL, Function, needed, power_of_two, traced_for, variables, why_not
+from et_jax.pallas.per_head.pieces import evaluated, is_large, results, variables
+from et_jax.pallas.per_head.traced import OVER_ALL, Function, needed, power_of_two, traced_for, why_not
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array to a warp
 OVER_BLOCKS = (*OVER_ALL, "reduce_max", "reduce_min", "while")  # what XLA does not fuse with what follows
@@ -44,7 +46,7 @@ def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
     """The outputs for all rows and heads: by turns of XLA and a kernel, each with all that it can do."""
     eqns = traced.eqns
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    kernel = [why_not(eqn) is None for eqn in eqns]
+    kernel = [reason is None for reason in traced.reasons]
     waited: list[bool] = []  # of every operation: a kernel does it, and XLA is to have its result and not do it anew
     turn: list[int] = []
     for i, eqn in enumerate(eqns):
@@ -86,9 +88,7 @@ def _evaluated(eqns: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
     """The values of all variables after these operations."""
     known = dict(known)
     for eqn in eqns:
-        values = [atom.val if isinstance(atom, core.Literal) else known[atom] for atom in eqn.invars]
-        found = eqn.primitive.bind(*values, **eqn.params)
-        known |= zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True)
+        known |= results(eqn, known)
     return known
 
 
@@ -199,11 +199,17 @@ def _launched(
 
     def run(*refs: Any) -> None:
         row, head = pl.program_id(0), pl.program_id(1)
-        inputs = jax.tree.unflatten(tree, refs[: len(arrays)])
-        known = {var: _load(leaf, (row, head), var.aval.shape) for var, leaf in zip(given, inputs, strict=True)}
-        store(_evaluated(eqns, known), row, head, refs[len(arrays) :])
+        inputs = dict(zip(given, jax.tree.unflatten(tree, refs[: len(arrays)]), strict=True))
+        known = {var: _load(leaf, (row, head), var.aval.shape) for var, leaf in inputs.items() if not is_large(var)}
 
-    largest = max(math.prod(var.aval.shape) for eqn in eqns for var in (*variables(eqn), *eqn.outvars))
+        def load(var: Any, axis: int, first: Any, size: int) -> Array:
+            shape = var.aval.shape
+            return _load(inputs[var], (row, head), (*shape[:axis], size, *shape[axis + 1 :]), axis, first)
+
+        store(evaluated(eqns, known, load), row, head, refs[len(arrays) :])
+
+    sizes = (math.prod(var.aval.shape) for eqn in eqns for var in (*variables(eqn), *eqn.outvars))
+    largest = min(max(sizes), MOST_NUMBERS)
     warps = min(max(power_of_two(largest // WARP_NUMBERS + 1) // 2, 4), MOST_WARPS)
     settings: dict[str, Any] = {} if interpret else {"compiler_params": plt.CompilerParams(num_warps=warps)}
     first = len(arrays) + len(more)
@@ -212,19 +218,19 @@ def _launched(
     return list(kernel(*arrays, *more, *pools))
 
 
-def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...]) -> Array:
-    """What an input, whose arrays are references, has for one row and head."""
+def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...], axis: int = 0, first: Any = 0) -> Array:
+    """What an input, whose arrays are references, has for one row and head, of an axis from the place `first` on."""
     row, head = at
-    index = _index(shape)
+    index = _index(shape, axis, first)
     match leaf:
         case Pages(pool=pool, page=page, turn=turn):
             entry = page.ndim - 1
-            pages = page[(row, *_index(shape[:entry]))] + _first_page(pool, turn, leaf.depth)
+            pages = page[(row, *_index(shape[:entry], axis, first))] + _first_page(pool, turn, leaf.depth)
             pages = jax.lax.broadcast_in_dim(pages, shape, range(entry))
             *within, last = index[entry:] if len(shape) > entry else (None,)
             return pool[(head, pages, *within, *([] if last is None else [last + (leaf.columns or (0,))[0]]))]
         case Listed(array=array, place=place):
-            places = jax.lax.broadcast_in_dim(place[(row, head, *_index(shape[1:]))], shape, [1])
+            places = jax.lax.broadcast_in_dim(place[(row, head, *_index(shape[1:], axis - 1, first))], shape, [1])
             return array[(row, head, jnp.minimum(index[0], array.shape[2] - 1), places)]
         case PerQuery(array=array, layer=layer):
             if layer is not None:
@@ -244,6 +250,7 @@ def _first_page(pool: Any, turn: Any, depth: int) -> Any:
     return 0 if turn is None else turn[0] * (pool.shape[1] // depth)
 
 
-def _index(shape: tuple[int, ...]) -> tuple[Int[Array, "..."], ...]:
-    """The index of every entry of an array."""
-    return tuple(jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in range(len(shape)))
+def _index(shape: tuple[int, ...], axis: int = 0, first: Any = 0) -> tuple[Int[Array, "..."], ...]:
+    """The index of every entry of an array, of an axis from the place `first` on."""
+    places = (jax.lax.broadcasted_iota(jnp.int32, shape, each) for each in range(len(shape)))
+    return tuple(place + first if each == axis else place for each, place in enumerate(places))

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 from jaxtyping import Array
 
 from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
 from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, Placed, is_input, sizes_of
+from et_jax.pallas.per_head.pieces import in_pieces, variables
 
 OVER_ALL = ("argmax", "argmin", "cumsum", "dot_general", "reduce_prod", "reduce_sum", "sort")  # repeats change these
 MARKED = 11  # query heads of the trace that shows which axes are theirs
@@ -36,6 +36,12 @@ class Function:
         made = {var for eqn in self.jaxpr.eqns for var in eqn.outvars}
         return needed(self.jaxpr.eqns, [var for pair in self.outputs for var in pair if var in made])[0]
 
+    @property
+    def reasons(self) -> list[str | None]:
+        """Why no kernel runs each of `eqns`, None where one does."""
+        pieces = in_pieces(self.eqns, (var for pair in self.outputs for var in pair if var is not None))
+        return [None if i in pieces else why_not(eqn) for i, eqn in enumerate(self.eqns)]
+
 
 def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
     """Return the names of the operations of a function that XLA runs on a GPU, by the reason why no kernel does.
@@ -44,8 +50,9 @@ def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
     """
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     found: dict[str, set[str]] = {}
-    for eqn in traced_for(function, tree, leaves).eqns:
-        if (reason := why_not(eqn)) is not None:
+    traced = traced_for(function, tree, leaves)
+    for eqn, reason in zip(traced.eqns, traced.reasons, strict=True):
+        if reason is not None:
             found.setdefault(reason, set()).add(eqn.primitive.name)
     return {reason: tuple(sorted(names)) for reason, names in found.items()}
 
@@ -118,11 +125,6 @@ def _without_constants(closed: Any) -> Any:
     if any(np.ndim(one) for one in closed.consts):
         raise NotImplementedError("a function that captures an array has no kernel: pass the array as a number of it")
     return closed.jaxpr
-
-
-def variables(eqn: Any) -> list[Any]:
-    """Return the inputs of an operation that are no literals."""
-    return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
 
 
 def why_not(eqn: Any) -> str | None:
