@@ -22,7 +22,7 @@ from et_jax.decode.readers import AllOfLayer
 from et_jax.decode.selection import ChosenBlocks
 from et_jax.models.layers import rotate
 from et_jax.pallas.add_residual import gpu as add_residual
-from et_jax.pallas.per_head import api, gpu
+from et_jax.pallas.per_head import api, gpu, pieces, traced
 from et_jax.pallas.rotate_store import gpu as rotate_store
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -161,7 +161,10 @@ def read(reader, softmax: Softmax, depth: int = 1):
         chunk = replace(
             chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places_of(chunk, 1)
         )
-    out, notes = reader.read(PLANT, softmax, query, cached, None, chunk)
+    given = query.reshape(ROWS, 1, c.num_kv_heads, -1, c.head_dim)
+    if depth > 1:  # the queries of each KV head are padded
+        given = jnp.pad(given, ((0, 0), (0, 0), (0, 0), (0, 3), (0, 0)), constant_values=jnp.nan)
+    out, notes = reader.read(PLANT, softmax, given.reshape(ROWS, 1, -1, c.head_dim), cached, None, chunk)
     grouped = np.asarray(query, np.float64).reshape(ROWS, c.num_kv_heads, -1, c.head_dim)
     score = np.einsum("bkgd,btkd->bkgt", grouped, np.asarray(key, np.float64)) * softmax.scale
     return np.asarray(out), notes, np.where(np.arange(TOKENS) <= np.reshape(start, (-1, 1, 1, 1)), score, -np.inf)
@@ -188,7 +191,12 @@ SINKS = jnp.asarray([1.0, 3.0, -1.0, 2.0])
 
 @pytest.fixture
 def by_kernels(monkeypatch):
-    """Layers choose as on a GPU: by interpreted kernels, over tables of a power of two, and without a condition."""
+    """Layers choose as on a GPU: by interpreted kernels, over tables of a power of two, and without a condition.
+
+    Registers hold few numbers, so that what has one for every block and channel is added up in pieces.
+    """
+    for module in (gpu, pieces, traced):
+        monkeypatch.setattr(module, "MOST_NUMBERS", 64)
     for module in (blocks_module, attended, block_sparse, selection, api):
         monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(gpu, "by_kernels", partial(gpu.by_kernels, interpret=True))
