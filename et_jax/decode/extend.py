@@ -214,9 +214,10 @@ def attend_rotated(
     """
     assert chunk.own_table is not None and chunk.turn is not None and chunk.places is not None
     columns = padded_heads(plant.model.group_size)
-    arrays = [x[:, 0] for x in products]
-    place = chunk.own_table, chunk.start, chunk.count, chunk.turn.reshape(1)
-    q, pages = rotate_store(*arrays, cached.pages, *place, depth=cached.depth, columns=columns)
+    q, k, v, cosine, sine = (x[:, 0] for x in products)
+    place, turn = (chunk.own_table, chunk.start, chunk.count), chunk.turn.reshape(1)
+    settings = {"depth": cached.depth, "columns": columns}
+    q, pages = rotate_store(q, k, v, cosine, sine, cached.pages, *place, turn, **settings)
     at, d = (chunk.table, chunk.start, chunk.count, chunk.end), q.shape[-1]
     cached = with_summaries(replace(cached, pages=pages), d, *at, full_page=chunk.places.full, turn=chunk.turn)
     out, notes = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)

@@ -1,9 +1,9 @@
 """`per_head` on a GPU: a Pallas kernel by Triton, one program for each row and KV head.
 
-The function is traced for one row and head, and its operations are cut into stages. Those that a kernel has, on arrays
-that its registers hold, are one kernel; the rest, such as sorts, products of matrices and arrays with a number for
-every block and channel, run by XLA for all rows and heads. Where kernels come before and after XLA, the second works
-out again what the first had, rather than read it.
+The function is traced for one row and head, and its operations are cut into stages. Those that a kernel has are one
+kernel: on arrays that its registers hold, and on larger ones, such as one with a number for every block and channel,
+that are added up (`pieces`). The rest, such as sorts, runs by XLA for all rows and heads. Where kernels come before and
+after XLA, the second works out again what the first had, rather than read it.
 """
 
 import math
