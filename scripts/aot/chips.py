@@ -204,18 +204,29 @@ KERNELS = {
     "llama3_8b, 32 layers": 14,
     "phi_4, 40 layers": 14,
     "olmo2_7b, 32 layers": 15,
+    "gemma2_2b, 26 layers": 19,
+    "gemma3_4b, 34 layers": 24,
     "adaptive": 22,
     "last masses": 21,
     "smollm2_135m, paper": 22,
     "smollm2_135m, certified": 22,
     "compressed": 24,
+    "int8 cache": 27,
+    "fp8 cache": 27,
     "self": 26,
     "qwen3_30b_a3b, 48 layers": 37,
+    "qwen3_30b_a3b": 37,
+    "gpt_oss_20b, 24 layers": 45,
+    "gpt_oss_20b W8A8, 24 layers": 41,
     "mixtral_8x7b": 35,
     "turns": 20,
 }
-# Of these, loops and conditionals: a loop over the experts that the tokens of a step were sent to.
-CONTROL = {"qwen3_30b_a3b, 48 layers": 1, "mixtral_8x7b": 1}
+# Of these, loops and conditionals: a loop over the experts that the tokens of a step were sent to, in each layer of a
+# pattern that repeats.
+CONTROL = {
+    **dict.fromkeys(("qwen3_30b_a3b, 48 layers", "qwen3_30b_a3b", "mixtral_8x7b"), 1),
+    **dict.fromkeys(("gpt_oss_20b, 24 layers", "gpt_oss_20b W8A8, 24 layers"), 2),
+}
 DECODINGS = tuple(Decoding(name=name, seldom=seldom, **settings) for name, seldom, settings in _ROWS)
 _EIGHT_HEADS: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 _EVERY = ("attention", "int8 attention", "fp8 attention", "rows", "prefill", "sparse", "int8 sparse")

@@ -25,7 +25,7 @@ from et_jax.decode.state import empty
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig
 from et_jax.models.params import Params, abstract
-from et_jax.models.stacks import stacked_on
+from et_jax.models.stacks import stacked_on, stacks_of
 from et_jax.models.weights import by_rows, num_bytes
 from et_jax.types import Table, replace
 
@@ -60,7 +60,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     device, config = device_of(chip), decoder_config(decoding, chip, backend)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in config.models)
     lowering = function_program(function, config, weights_on(weights, device), device)
-    counted = chip.name == HOPPER and function == "decode"
+    loops = any(stack.depth > 1 for stack in stacks_of(config.model, config.stacked))
+    counted = chip.name == HOPPER and function == "decode" and loops
     with traced_for(device):
         counts = {"kernels": KERNELS.get(decoding.name, 0), "control": CONTROL.get(decoding.name, 0)} if counted else {}
         return dataclasses.replace(lowering, on_chip=served(config, backend), **counts)
