@@ -203,7 +203,7 @@ KERNELS = {
     "llama3_8b, 2 layers": 14,
     "llama3_8b, 32 layers": 14,
     "phi_4, 40 layers": 14,
-    "olmo2_7b, 32 layers": 15,
+    "olmo2_7b, 32 layers": 19,
     "gemma2_2b, 26 layers": 19,
     "gemma3_4b, 34 layers": 24,
     "adaptive": 22,
@@ -219,6 +219,7 @@ KERNELS = {
     "gpt_oss_20b, 24 layers": 45,
     "gpt_oss_20b W8A8, 24 layers": 41,
     "mixtral_8x7b": 35,
+    "drafts": 21,
     "turns": 20,
 }
 # Of these, loops and conditionals: a loop over the experts that the tokens of a step were sent to, in each layer of a
