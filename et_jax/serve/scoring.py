@@ -71,10 +71,10 @@ class _Row:
 def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderConfig:
     """Return the decoder that scores texts of at most `longest` tokens behind a prefix: dense, without drafts.
 
-    Its pool holds the prefix once and a text of that length, or `_SLOTS` of `_TOKENS` tokens; it is rounded up, so
-    that few programs are compiled.
+    Its pool holds the prefix once, a text of that length, and the tokens of a call, for texts are read one after
+    another; it is rounded up, so that few programs are compiled.
     """
-    needed = max(longest + prefix, _SLOTS * _TOKENS + prefix) + config.page_size * (_SLOTS + 1)
+    needed = prefix + longest + _TOKENS + config.page_size * (_SLOTS + 1)
     rounded = 1 << (-(-needed // config.page_size)).bit_length()
     batch = max(config.chunk, _TOKENS // config.chunk * config.chunk)
     plain = {"draft": None, "others": (), "lazy": False, "audit": False, "compression": None, "penalties": False}
@@ -137,21 +137,15 @@ def _read(
         part = next_call(config, [(_PREFIX, prefix[at : at + config.prefill_batch])])
         slot, tokens, count, last = pack(config, part)
         state, _ = bound.prefill(weights, state, slot, tokens, count, last)
-    free, size = list(range(1, config.num_slots)), config.page_size
-    room = config.num_pages - 1 - -(-len(prefix) // size)
+    free = list(range(1, config.num_slots))
     rows: dict[int, _Row] = {}
     found: dict[int, list[np.ndarray]] = {}
 
-    def pages(row: _Row) -> int:
-        return -(-(len(prefix) % size + len(row.ids) - 1) // size)
-
-    waiting = sorted(waiting, key=lambda row: -len(row.ids))
+    waiting = sorted(waiting, key=lambda row: len(row.ids))
     while waiting or rows:
-        while waiting and free and pages(waiting[0]) <= room:
-            row = waiting.pop(0)
-            room -= pages(row)
+        while waiting and free:
             slot = free.pop()
-            rows[slot], found[slot] = row, []
+            rows[slot], found[slot] = waiting.pop(), []
             if prefix:
                 state, _ = bound.fork(state, _PREFIX, slot)
         chunks = next_call(config, ((slot, row.ids[row.done : -1]) for slot, row in rows.items()))
@@ -172,5 +166,5 @@ def _read(
             if row.done == len(row.ids) - 1:
                 yield row.index, np.concatenate([np.zeros((4, 0)), *found.pop(slot)], axis=1)
                 state = bound.release(state, slot)
-                room += pages(rows.pop(slot))
+                del rows[slot]
                 free.append(slot)

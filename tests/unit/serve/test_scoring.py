@@ -43,7 +43,7 @@ def test_scores_are_those_of_transformers(family):
 
 @pytest.mark.parametrize("prefix", [0, 1, PAGE + 1, 5 * CHUNK + 3])
 def test_many_texts_behind_a_prefix_are_scored_as_each_alone(prefix, monkeypatch):
-    """More texts than there are slots, and pages for not even so many; of one token among them."""
+    """More texts than there are slots, and than there are pages for; of one token among them."""
     monkeypatch.setattr(scoring, "_TOKENS", CHUNK)
     before = prompt(1, prefix)
     texts = [prompt(number, 1 + number * 7 % 20) for number in range(2, 24)]
