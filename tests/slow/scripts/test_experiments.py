@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "docs/measurements.md"
-APART = {"gguf", "bounds", "drafting", "formats"}  # it needs llama.cpp; they take minutes and have no part of their own
+APART = {"gguf", "drafting"}  # it needs llama.cpp; it takes minutes and has no part of its own
 TRAINED = {"experts", "switching", "throughput"}  # that take the models of the repository
 
 
@@ -84,11 +84,6 @@ def estimators(run):
         assert np.all(rows(run, arm, "outside") == 0)
 
 
-def answers(run):
-    assert np.all(rows(run, "off", "share_read") == 1) and np.all(rows(run, "certified 0.5", "share_read") <= 1)
-    assert set(rows(run, "off", "right")) <= {0.0, 1.0}
-
-
 def temperature(run):
     assert np.all(rows(run, "fixed", "temperature") == 1)
     assert np.all(rows(run, "solve", "off") <= rows(run, "fixed", "off"))
@@ -109,10 +104,6 @@ def scheduling(run):
     assert np.all(rows(run, "fcfs", "first_token") <= rows(run, "fcfs", "latency"))
 
 
-def starts(run):
-    assert value(run, "cold", "seconds") > value(run, "warm", "seconds") > 0
-
-
 def every_round(run):
     """Each arm of groups that are timed has its figures of every round, and takes time."""
     for group in run["groups"]:
@@ -121,19 +112,11 @@ def every_round(run):
             assert min(next(iter(arm["rows"].values()))) > 0
 
 
-peers = presets = step_parts = every_round
+peers = presets = every_round
 
 
 def signals(run):
     """Each arm has found its budget, or it is missed."""
-
-
-def steps(run):
-    """Of 13 blocks Quest reads an eighth, with the first and the newest; what certified may leave out it leaves out."""
-    every_round(run)
-    assert np.all(rows(run, "off", "share_read") == 1)
-    assert np.all(rows(run, "quest", "share_read") <= 4 / 13) and np.all(rows(run, "certified", "share_read") < 1)
-    assert run["groups"][1]["labels"]["what"] == "prefill"
 
 
 def kernels(run):
