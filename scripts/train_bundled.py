@@ -1,5 +1,9 @@
 """Train a bundled model, or export it with its card from the last checkpoint of its training.
 
+Recipes "experts" and "dense" train a small mixture of experts and the dense model that it is compared with: the same
+tokens in the same order, random layers, and the principal directions of the bundled model's embedding. Name the folder
+that `--export` writes; they have no card.
+
 While it trains, `kill PID` saves a checkpoint and ends, the same command resumes, `kill -STOP` and
 `kill -CONT` pause and continue; PID is in the file `pid` of the run's folder.
 """
@@ -19,14 +23,14 @@ from et_jax.training.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "../shared/text/novels/novels.tar.xz"
-RECIPES = "novels alone, tasks too, or the small model from a teacher"
+RECIPES = "novels alone, tasks too, the small model from a teacher, or one of two that are compared"
 OWN = Path("own")  # what --export means by itself: the folder in the package
 HARDWARE = "two cores of an AMD EPYC that served other programs too"
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--recipe", choices=["short", "long", "small"], default="short", help=RECIPES)
+    p.add_argument("--recipe", choices=["short", "long", "small", *recipe.COMPARED], default="short", help=RECIPES)
     p.add_argument("--teacher", help="whose distributions --recipe small learns: bundled, or a model's folder")
     p.add_argument("--longest", type=int, default=corpus.WINDOW, help="tokens of the last rows: 8192 on a GPU")
     p.add_argument("--corpus", type=Path, default=CORPUS, help="tar archive of .txt files")
@@ -73,12 +77,17 @@ def main() -> None:
     try:
         settings = recipe.settings(args.recipe, args.seed, args.longest)
         teacher, taught = _teacher(args.teacher, settings, [target or own, args.start and hub.resolve(args.start)])
+        beside = teacher
+        if args.recipe in recipe.COMPARED:
+            beside, taught = distillation.read_teacher(bundled_folder(), settings)
+            if args.export is OWN:
+                raise UsageError(f"The recipe {args.recipe} has no place in the package; name a folder after --export.")
         start, tokenizer = _start(args.start, settings) if args.start else (None, taught)
         tokenizer, train_tokens, held_out = corpus.prepare(args.corpus, folder / "data", recipe.VOCAB_SIZE, tokenizer)
         if taught is not None:
             distillation.check_tokens(taught, tokenizer)
-        if teacher is not None and start is None:
-            start = loop.start_beside(teacher, settings)
+        if beside is not None and start is None:
+            start = loop.start_beside(beside, settings)
         if args.keep is not None:
             size = compact.write(*loop.load_state(folder, settings), args.keep)
             print(f"{args.keep}: {size / 1e6:.1f} MB")
@@ -90,11 +99,11 @@ def main() -> None:
         params, step = loop.load_params(folder, settings)
         run = card.Run(folder=folder, step=step, hardware=args.hardware, history=args.history, accuracy=args.accuracy)
         size = export.export(params, settings.model, tokenizer, target)
-        if teacher is None:
-            card.write_card(card.measure(params, settings, held_out), settings, run, held_out, target / "README.md")
-        else:
+        if teacher is not None:
             figures = student_card.measure(params, settings, teacher, held_out, tokenizer)
             student_card.write_card(figures, settings, run, held_out, target / "README.md")
+        elif args.recipe not in recipe.COMPARED:
+            card.write_card(card.measure(params, settings, held_out), settings, run, held_out, target / "README.md")
         print(f"{target}: step {step}, {size / 1e6:.2f} MB")
     except UsageError as error:
         sys.exit(str(error))
