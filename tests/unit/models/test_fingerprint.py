@@ -1,11 +1,11 @@
 """The fingerprint of a model changes with what its files hold."""
 
 import pytest
-from gguf_files import write_gguf
 from places import GOLDEN
 
 from et_jax.io.gguf import parts_of, read_gguf
 from et_jax.models.fingerprint import fingerprint
+from scripts.peers.gguf_file import write_gguf
 
 
 def test_any_change_that_matters_shows(tmp_path):
