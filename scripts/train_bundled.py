@@ -9,15 +9,18 @@ While it trains, `kill PID` saves a checkpoint and ends, the same command resume
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from et_jax.errors import UsageError
+from et_jax.io.files import replace_file
 from et_jax.models import checkpoint, hub
 from et_jax.models.bundled import bundled_folder
-from et_jax.training import card, compact, corpus, distillation, export, loop, recipe, student_card
+from et_jax.training import card, compact, corpus, distillation, export, loop, ngram, recipe, student_card
 from et_jax.training.distillation import Teacher
 from et_jax.training.settings import Settings
 
@@ -40,11 +43,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--minutes", type=float, help="train as many steps as fit into this wall time")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--export", type=Path, nargs="?", const=OWN, help="write the model's folder instead")
+    p.add_argument("--yardstick", action="store_true", help="fit the 5-gram model that the card compares with instead")
     p.add_argument("--keep", type=Path, help="write the last checkpoint there in few bytes instead, to go on from")
     p.add_argument("--hardware", default=HARDWARE, help="what the model card says the training ran on")
     p.add_argument("--history", default="", help="a paragraph for the model card: how these weights came about")
     p.add_argument("--accuracy", type=Path, help="for the model card: what `python -m et_jax.evaluate --json` wrote")
     return p
+
+
+def _yardstick(folder: Path, train: corpus.Tokens, held_out: corpus.Tokens) -> None:
+    """Score the held-out works with a 5-gram model of the same tokens, beside which the card shows the model."""
+    order = 5
+    model = ngram.fit(train.ids, recipe.VOCAB_SIZE, order, corpus.END_ID)
+    grams = ngram.pack(held_out.ids, order, model.bits, corpus.END_ID)
+    nats = -np.log(ngram.probabilities(model, grams)).sum()
+    figures = {"order": order, "train_tokens": len(train.ids), "held_out_tokens": len(held_out.ids)}
+    figures |= {"per_token": nats / len(held_out.ids), "per_byte": nats / held_out.num_bytes}
+    replace_file(folder / "ngram.json", json.dumps(figures, indent=1) + "\n")
+    print(figures)
 
 
 def _start(name: str, settings: Settings) -> tuple[tuple[loop.TrainState, int], Tokenizer]:
@@ -88,6 +104,9 @@ def main() -> None:
             distillation.check_tokens(taught, tokenizer)
         if beside is not None and start is None:
             start = loop.start_beside(beside, settings)
+        if args.yardstick:
+            _yardstick(folder, train_tokens, held_out)
+            return
         if args.keep is not None:
             size = compact.write(*loop.load_state(folder, settings), args.keep)
             print(f"{args.keep}: {size / 1e6:.1f} MB")
