@@ -22,6 +22,7 @@ from et_jax.control.view import BlockView, coded_mass
 from scripts.measuring import paired
 from scripts.measuring.experiment import Figure, Group, grouped, setting
 from scripts.measuring.selectors import guarded, quest, true_mass
+from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
 from scripts.measuring.teacher_forced import Forced, Scores
 
 
@@ -30,6 +31,7 @@ def window(view: BlockView) -> Bool[Array, " n"]:
     return select.SinksWindow(16, jnp.round(view.tolerance * view.length.astype(jnp.float32)).astype(jnp.int32))(view)
 
 
+FIGURES = OF_SCORES | {"share_bytes": Figure(header="bytes moved")}
 PAPER = partial(select.ActiveSet, contribution.influence)
 SELECTORS: dict[str, tuple[AnySelector, bool]] = {
     "sinks and window": (window, False),
@@ -55,11 +57,6 @@ class Settings(Forced):
     )
 
 
-def figures(scores: Scores) -> dict[str, Any]:
-    """Return the figures of each row."""
-    return scores.by_row("share_read", "share_bytes", "divergence", "loss", "agrees")
-
-
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of blocks."""
     bench = settings.bench()
@@ -70,23 +67,17 @@ def groups(settings: Settings) -> Iterator[Group]:
 
     def arm(name: str, share: float) -> dict[str, Any]:
         if name == "dense":
-            return figures(bench.dense)
+            return bench.dense.by_row(*FIGURES)
         if name in ("quest", "sinks and window"):  # the budget falls as what is left unread rises
 
             def spend(left: float, few: bool) -> Scores:
                 return run(name, 1.0 - left, few)
 
-            return figures(paired.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1])
-        return figures(paired.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1])
+            return paired.at_budget(spend, "share_read", share, 1e-3, 1.0 - 1e-3, settings.within)[1].by_row(*FIGURES)
+        found = paired.at_budget(partial(run, name), "share_read", share, 1e-9, 1e6, settings.within)[1]
+        return found.by_row(*FIGURES)
 
     yield from grouped("share", settings.shares, ("dense", *settings.selectors), arm, "quest")
 
 
-FIGURES = {
-    "share_read": Figure(header="blocks read"),
-    "share_bytes": Figure(header="bytes moved"),
-    "divergence": Figure(header="KL from dense, nats", against="saving"),
-    "loss": Figure(header="loss, nats"),
-    "agrees": Figure(header="same likeliest token"),
-}
 DOCUMENT = "measurements.md"
