@@ -1,78 +1,217 @@
-"""Run hostile values against everything that comes from strangers: no traceback, hang, memory or harm to neighbours.
+"""Damage model folders, GGUF files and snapshots at random: each opens, or is refused in one sentence.
 
-    python -m scripts.fuzz [--cases 5000] [--seed 0] [--target config] [--output FILE.json]
-    python -m scripts.fuzz --target templates --only 17
+    python -m scripts.fuzz [--cases 2000] [--seed 0]
+    python -m scripts.fuzz --only 17
 
-Targets: config.json, the weights' index and headers, tokenizer files, chat templates, batch lines (through the command,
-each file twice), calls of the Python API, snapshots. A case depends on its seed, target and number alone. A worker
-process runs it, and is killed past 10 seconds or 2 GB. `--only` runs one case in the foreground and prints it.
-
-A case is accepted, refused (with one sentence, or an error row for its line), or a failure. The exit code is 1 where
-there are failures.
+A case changes one file of a valid folder: values of its JSON, or its bytes. It depends on the seed and its number
+alone. Worker processes run the cases, each within 10 seconds and 4 GB; `--only` runs one case here and prints it. A
+case is accepted, refused, or a failure; the exit code is 1 where there are failures.
 """
 
 import collections
-import importlib
-import pprint
+import dataclasses
+import json
+import resource
+import shutil
+import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
+import threading
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from subprocess import DEVNULL, PIPE
 from typing import Any
 
-from scripts.fuzzing import TARGETS
-from scripts.fuzzing.watch import FAILURES, draw, run_cases, verdict
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from et_jax.decode import snapshots
+from et_jax.errors import UsageError
+from et_jax.models import checkpoint
+from et_jax.models.config import ExpertConfig
+from et_jax.serve import engine
 from scripts.measuring import arguments
-from scripts.measuring.results import table, write
+from scripts.measuring.random_folder import random_folder
+from scripts.measuring.results import REPOSITORY
+from scripts.measuring.shapes import SMALL
+from scripts.peers.gguf_file import write_gguf
 
-_LIBRARIES = ("et_jax", "tokenizers", "sentencepiece", "safetensors", "orbax-checkpoint", "jinja2")
+SECONDS, STARTING, MEMORY = 10.0, 300.0, 4 * 2**30  # limits of a case; of imports; of a worker's new memory
+LLAMA = dataclasses.replace(SMALL, vocab_size=4096, max_positions=128)
+EXPERTS = ExpertConfig(num_experts=4, num_per_token=2, width=48, normalised=True, layers=(True, True))
+MODELS = {
+    "llama": LLAMA,
+    "mistral": dataclasses.replace(LLAMA, architecture="mistral", windows=(32, 32)),
+    "mixtral": dataclasses.replace(LLAMA, architecture="mixtral", experts=EXPERTS),
+}
+BASES = (*MODELS, "gguf", "snapshot")
+TREE = {"cache": jnp.arange(3000.0).reshape(30, 100), "length": jnp.arange(8), "zeros": jnp.zeros((40, 40))}
+VALUES = [
+    *("null", "true", "[]", "{}", "[null]", "[1, 2]", '["a"]', '{"a": 1}', '"7"', '""', '"a\\nb"', '"\\ud800"'),
+    *("0", "1", "3", "-1", "0.5", "-0.0", "1e-320", "1e308", "NaN", "Infinity", "1e400", "2147483648", "9" * 5000),
+    *('"../x"', '"/etc/passwd"', '"/dev/zero"', '"x/../../x"', '"{{ 1 }}"', '{"Regex": "(a*)*b"}', '{"content": {}}'),
+    *('"' + "x" * 10**5 + '"', "[" + "1, " * 10**5 + "1]", "[" * 10**5 + "]" * 10**5, "[" * 500 + "]" * 500),
+]  # as JSON text, since Python has no value for much of it
 
 
-def run(name: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """Run the first `count` cases of a target, print its failures as they come, and return the rows of all."""
-    rows = []
-    for row in run_cases(TARGETS[name], seed, range(count)):
-        rows.append({"target": name} | row)
-        if row["outcome"] in FAILURES:
-            print(f"{name}:{row['number']}: {row['outcome']}: {row['detail']}", file=sys.stderr, flush=True)
-    print(f"{name}: {count} done", file=sys.stderr, flush=True)
-    return rows
+def made(folder: Path) -> None:
+    """Write what cases begin with."""
+    for name, config in MODELS.items():
+        random_folder(folder / name, config, "float32")
+    (folder / "gguf").mkdir()
+    write_gguf(folder / "gguf/model.gguf", folder / "llama", "Q8_0")
+    snapshots.save(folder / "snapshot", TREE)
 
 
-def one(name: str, number: int, seed: int) -> int:
-    """Run one case here, without limits, and print it with its outcome."""
-    target = importlib.import_module(TARGETS[name])
-    case = draw(target, seed, number)
-    pprint.pprint(case, width=120)
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        outcome, detail = verdict(target.prepare(Path(folder)), case)
-    print(f"{outcome}: {detail}")
-    return 1 if outcome in FAILURES else 0
+def places(document: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield the places of a document as holders and keys; of what is wide only the ends."""
+    keys = list(document) if isinstance(document, dict) else [*range(len(document))]
+    for key in keys if len(keys) <= 40 else keys[:3] + keys[-3:]:
+        yield document, key
+        if depth < 6 and isinstance(document[key], dict | list):
+            yield from places(document[key], depth + 1)
+
+
+def edited(data: bytes, draw: Random) -> bytes:
+    """Return a JSON document with one to three of its values changed, removed, renamed or given twice."""
+    document, marks = json.loads(data), {}
+    for number in range(draw.choice((1, 1, 1, 2, 3))):
+        there = [*places(document)] if isinstance(document, dict | list) else []
+        if not there:
+            break
+        holder, key = draw.choice(there)
+        kind = draw.choice(("replace", "replace", "replace", "scale", "delete", "rename", "twice", "wrap"))
+        old = holder[key]
+        if kind == "delete":
+            del holder[key]
+        elif kind == "wrap":
+            holder[key] = [old]
+        elif kind == "scale" and type(old) in (int, float):
+            holder[key] = old * draw.choice((-1, 2, 0.5, 1000, 10**9)) + draw.choice((0, 1))
+        elif kind == "rename" and isinstance(holder, dict):
+            holder[f"{key}_"] = holder.pop(key)
+        else:
+            marks[f'"mark {number}"'] = draw.choice(VALUES)
+            twin = f"{key}twin {number}" if kind == "twice" and isinstance(holder, dict) else key
+            holder[twin] = f"mark {number}"
+            marks[f"twin {number}"] = ""  # two keys of the same text
+    text = json.dumps(document)
+    for mark, value in marks.items():
+        text = text.replace(mark, value)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def damaged(data: bytes, draw: Random) -> bytes:
+    """Return bytes of which one is flipped, some are lost, added or zero, or that end early."""
+    at, some = draw.randrange(len(data) + 1), draw.randbytes(draw.randint(1, 9))
+    flipped = data[:at] + bytes([(data[at] if at < len(data) else 0) ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+    ways = data[:at], data[:at] + data[at + len(some) :], data[:at] + some + data[at:], data + data, b""
+    return draw.choice((flipped, flipped, flipped, data[:at] + bytes(len(data) - at), *ways))
+
+
+def changed(file: Path, draw: Random) -> bytes:
+    """Return what a file holds after a change; the header of weights is JSON too."""
+    data = file.read_bytes()
+    if file.suffix == ".json" and draw.random() < 0.75:
+        return edited(data, draw)
+    if file.suffix == ".safetensors" and draw.random() < 0.6:
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = edited(data[8:end], draw)
+        return len(header).to_bytes(8, "little") + header + data[end:]
+    if file.suffix == ".gguf" and draw.random() < 0.8:  # what stands before the numbers
+        return damaged(data[:9000], draw) + data[9000:]
+    return damaged(data, draw)
+
+
+def opened(base: str, folder: Path) -> None:
+    """Open what was changed. Raises ValueError where a snapshot comes back as another."""
+    if base == "gguf":
+        checkpoint.load(folder / "model.gguf")
+    elif base == "snapshot":
+        pairs = zip(jax.tree.leaves(snapshots.restore(folder, TREE)), jax.tree.leaves(TREE), strict=True)
+        if any(np.asarray(one).tobytes() != np.asarray(other).tobytes() for one, other in pairs):
+            raise AssertionError("the damage was accepted without a word")
+    else:
+        engine.load(str(folder), max_num_seqs=2, compilation_cache=None).describe()
+
+
+def case(folder: Path, seed: int, number: int) -> dict[str, Any]:
+    """Run a case, and return what was changed and how it ended."""
+    draw = Random(f"{seed}/{number}")
+    base = draw.choice(BASES)
+    files = sorted((path for path in (folder / base).rglob("*") if path.is_file()), key=lambda one: one.stat().st_size)
+    file, copy = draw.choice(files), folder / "changed"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder / base, copy)
+    (copy / file.relative_to(folder / base)).write_bytes(changed(file, draw))
+    found = {"number": number, "base": base, "file": file.name, "outcome": "accepted", "detail": ""}
+    try:
+        opened(base, copy)
+    except UsageError as error:
+        said = str(error)
+        sound = said.endswith(".") and said.isprintable() and len(said) < 600
+        found |= {"outcome": "refused" if sound else "no sentence", "detail": said[:300]}
+    except BaseException as error:  # a panic of a library is not an Exception
+        found |= {"outcome": "traceback", "detail": "".join(traceback.format_exception(error))[-600:]}
+    return found
+
+
+def work(folder: Path, seed: int, first: int, last: int) -> None:
+    """Run cases in this process, and print a line of each."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    print("ready", flush=True)
+    for number in range(first, last):
+        print(json.dumps(case(folder, seed, number)), flush=True)
+
+
+def run(folder: Path, seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Yield what came of each case; a worker that ends or takes too long has failed at its case."""
+    number = 0
+    while number < count:
+        command = [sys.executable, "-m", "scripts.fuzz", "--worker", str(folder), str(seed), str(number), str(count)]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            limit = STARTING
+            while number < count:
+                timer = threading.Timer(limit, process.kill)
+                timer.start()
+                line = process.stdout.readline()
+                timer.cancel()
+                if line != "ready\n":
+                    ended = {"number": number, "outcome": "hang or crash", "detail": ""}
+                    yield json.loads(line) if line else ended
+                    number += 1
+                if not line:
+                    break
+                limit = SECONDS
+            process.kill()
 
 
 def main() -> int:
+    """Run the command line and return its exit code."""
+    if sys.argv[1:2] == ["--worker"]:
+        work(Path(sys.argv[2]), *map(int, sys.argv[3:]))
+        return 0
     parser = arguments.parser(__doc__)
-    parser.add_argument("--cases", type=arguments.count(), default=5000, help="in all, shared by the targets (5000)")
+    parser.add_argument("--cases", type=arguments.count(), default=2000, help="how many (2000)")
     parser.add_argument("--seed", type=arguments.count(0), default=0)
-    parser.add_argument("--target", action="append", choices=list(TARGETS), help="repeatable (default all)")
-    parser.add_argument("--output", type=arguments.output, help="write the figures here")
-    parser.add_argument("--only", metavar="NUMBER", type=arguments.count(0), help="one case, in the foreground")
+    parser.add_argument("--only", metavar="NUMBER", type=arguments.count(0), help="one case, in this process")
     args = parser.parse_args()
-    names, rows = args.target or list(TARGETS), []
-    if args.only is not None:
-        return max(one(name, args.only, args.seed) for name in names)
-    for place, name in enumerate(names):
-        rows += run(name, args.seed, args.cases // len(names) + (place < args.cases % len(names)))
-    counts = {name: collections.Counter(row["outcome"] for row in rows if row["target"] == name) for name in names}
-    kinds = ["accepted", "refused", *(kind for kind in FAILURES if any(kind in each for each in counts.values()))]
-    print(table(["target", *kinds], [[name, *(each[kind] for kind in kinds)] for name, each in counts.items()]))
-    failures = [row for row in rows if row["outcome"] in FAILURES]
-    if args.output is not None:
-        settings = {"cases": args.cases, "seed": args.seed, "targets": names}
-        settings |= {"versions": {name: version(name) for name in _LIBRARIES}}
-        seconds = round(sum(row["seconds"] for row in rows), 1)
-        write(args.output, "scripts/fuzz.py", settings, seconds=seconds, targets=counts, failures=failures)
-    return 1 if failures else 0
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        made(Path(name))
+        rows = iter([case(Path(name), args.seed, args.only)]) if args.only is not None else None
+        counts, failed = collections.Counter[str](), 0
+        for row in rows or run(Path(name), args.seed, args.cases):
+            counts[row["outcome"]] += 1
+            if args.only is not None or row["outcome"] not in ("accepted", "refused"):
+                print(json.dumps(row), flush=True)
+            failed += row["outcome"] not in ("accepted", "refused")
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

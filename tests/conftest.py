@@ -34,7 +34,7 @@ SLOW = Path(__file__).parent / "slow"
 LONG = {
     *("test_readme.py", "test_experiments.py", "test_ray.py"),
     *("test_sharded.py", "test_kept_programs.py", "test_abandoned.py", "test_stacked.py"),
-    *("test_drafts.py", "test_cache_dtype.py", "test_request_control.py", "test_loop.py", "test_killed.py"),
+    *("test_drafts.py", "test_request_control.py", "test_loop.py", "test_killed.py"),
 }
 
 

@@ -157,7 +157,7 @@ def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.
     yardstick = run.folder / "ngram.json"
     if not yardstick.exists():
         raise UsageError(
-            f"{yardstick} is not there; run scripts/ngram_baseline.py first, the model card compares with it."
+            f"{yardstick} is not there; run scripts/train_bundled.py --yardstick, which the model card compares with."
         )
     ngram = json.loads(yardstick.read_text())
     recall = "" if run.accuracy is None else _recall(json.loads(run.accuracy.read_text()))
@@ -244,7 +244,7 @@ def _training(settings: Settings, run: Run, num_tokens: int) -> dict[str, str]:
 
 def _commands(settings: Settings, step: int) -> list[str]:
     train = "train_bundled --corpus novels.tar.xz"
-    ngram = "ngram_baseline --corpus novels.tar.xz --folder runs/"
+    ngram = f"{train} --yardstick --recipe "
     if settings.distilled:
         student = f"{train} --recipe small --teacher bundled"
         return [f"{student} --steps {step} --seed {settings.seed}", f"{student} --export"]

@@ -144,10 +144,16 @@ def compared_settings(model: ModelConfig, seed: int = 0) -> Settings:
     return Settings(model=model, schedule=schedule, seed=seed, windows_per_step=2, evaluate_every=100, save_every=50)
 
 
+COMPARED = {"experts": experts_config, "dense": dense_config}
+"""Recipes of models that are compared with each other."""
+
+
 def settings(recipe: str, seed: int, longest: int = WINDOW) -> Settings:
-    """Return the settings of a recipe by name, "short", "long" or "small"."""
+    """Return the settings of a recipe by name: "short", "long", "small", or one of `COMPARED`."""
     if recipe == "long":
         return long_settings(seed, longest)
     if longest != WINDOW:
         raise UsageError(f"The recipe {recipe} ends with rows of {WINDOW} tokens; --longest belongs to --recipe long.")
+    if recipe in COMPARED:
+        return compared_settings(COMPARED[recipe](), seed)
     return small_settings(seed) if recipe == "small" else bundled_settings(seed)

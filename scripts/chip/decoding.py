@@ -20,7 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from et_jax.control.base import chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
 from et_jax.control.draft import FixedLength
+from et_jax.control.presets import preset
+from et_jax.control.priority import EntropyDrift
+from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.tolerance import Constant
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.draft import Drafting, Pruned
@@ -31,16 +38,26 @@ from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
 from et_jax.types import Table, replace
 from scripts.chip.cases import CHOOSING, PAGE_SIZE, QUEST, ROOM, SELF, Case, Settings
-from scripts.experiments.steps import TOLERANCES, controller
+from scripts.measuring.selectors import guarded, quest
 from scripts.measuring.shapes import SHAPES
 from scripts.measuring.states import filled, whole_context, with_random_pages
 from scripts.measuring.timing import seconds
 
+TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
 OUTSTANDING, LONGER = 1 / 256, 24.0
 LEAST, MOST = 0.06, 0.10  # of the blocks read
 TRIES, TRIED = 8, 3  # tolerances; steps under each, of which the last is looked at
 COMPILERS = 4  # at once
 Ran = tuple[DecodeState, Any, Any]
+
+
+def controller(name: str, share: float) -> Controller:
+    """Return a way of choosing at a constant tolerance; Quest reads a share of the blocks."""
+    if name == "off":
+        return preset("off")
+    chosen = guarded(quest) if name == "quest" else preset(name, min_context=0)
+    tolerance = Constant(TOLERANCES.get(name, share))
+    return replace(chosen, law=chain(EmaEntropy(), FallClock(), tolerance, EntropyDrift()))
 
 
 def configuration(case: Case, settings: Settings) -> DecoderConfig:

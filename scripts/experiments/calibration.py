@@ -18,9 +18,9 @@ from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration, equal_heads
 from et_jax.types import Table
 from scripts.measuring import paired
-from scripts.measuring.experiment import Figure, Group, grouped, setting
+from scripts.measuring.experiment import Group, grouped, setting
 from scripts.measuring.selectors import guarded
-from scripts.measuring.teacher_forced import Forced, Scores, TeacherForced
+from scripts.measuring.teacher_forced import FIGURES, Forced, Scores, TeacherForced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,21 +56,10 @@ def groups(settings: Settings) -> Iterator[Group]:
 
     def arm(name: str, share: float) -> dict[str, Any]:
         scores = [bench.dense] if name == "dense" else [at_share(one, share) for one in benches[name]]
-        found = [figures(one) for one in scores]
+        found = [one.by_row(*FIGURES) for one in scores]
         return {figure: np.mean([one[figure] for one in found], axis=0) for figure in found[0]}
 
     yield from grouped("share", settings.shares, ("dense", *benches), arm, "equal")
 
 
-def figures(scores: Scores) -> dict[str, Any]:
-    """Return the figures of each row."""
-    return scores.by_row("share_read", "divergence", "loss", "agrees")
-
-
-FIGURES = {
-    "share_read": Figure(header="blocks read"),
-    "divergence": Figure(header="KL from dense, nats", against="saving"),
-    "loss": Figure(header="loss, nats"),
-    "agrees": Figure(header="same likeliest token"),
-}
 DOCUMENT = "evidence.md"

@@ -38,7 +38,7 @@ class Settings(Base):
 
     model: str = experiment.model("smollm2")
     text: Path = experiment.text()
-    llama_python: str = setting(..., "a Python with llama-cpp-python and gguf")
+    llama_python: str = setting(..., "a Python with llama-cpp-python")
     lines: int = setting(5000, "lines of the text, and lines drawn", least=1, quick=100)
     prompts: int = setting(20, "prompts", least=2, quick=2)
     prompt_tokens: int = setting(24, "tokens of each prompt", least=2)

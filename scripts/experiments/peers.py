@@ -40,7 +40,7 @@ class Settings(Shaped):
 
     checkout: str = setting("", "a checkout of an older version of et_jax; none to leave it out")
     control: str = setting("off", "the preset that et_jax decodes under, in both versions")
-    llama_python: str = setting("", "a Python with llama-cpp-python and gguf; none to leave llama.cpp out")
+    llama_python: str = setting("", "a Python with llama-cpp-python; none to leave llama.cpp out")
     transformers_python: str = setting("", "a Python with torch and transformers; none to leave them out")
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)

@@ -27,8 +27,10 @@ from et_jax.control.view import BlockView, coded_mass
 from et_jax.types import replace
 from scripts.measuring.experiment import Figure, Group, Missed, setting
 from scripts.measuring.selectors import guarded, quest, true_mass
+from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
 from scripts.measuring.teacher_forced import Forced, Scores, TeacherForced
 
+FIGURES = OF_SCORES | {"share_bytes": Figure(header="bytes moved")}
 LEAST = 1e-9  # nats, below which float32 tells no two distributions apart
 
 
@@ -114,7 +116,7 @@ def groups(settings: Settings) -> Iterator[Group]:
 
     def point(name: str, at: float) -> dict[str, Any]:
         scores = bench.dense if name == DENSE else run(name, at)
-        return scores.by_row("share_read", "share_bytes", "divergence", "loss", "agrees")
+        return scores.by_row(*FIGURES)
 
     def equal(name: str, wanted: float) -> dict[str, Any]:
         found = [run(name, at).by_row("share_bytes", "divergence") for at in CURVES[name][1]]
@@ -129,11 +131,4 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"at": f"{wanted:g} of the bytes"}, arms=compared, baseline=baseline)
 
 
-FIGURES = {
-    "share_read": Figure(header="blocks read"),
-    "share_bytes": Figure(header="bytes moved"),
-    "divergence": Figure(header="KL from dense, nats", against="saving"),
-    "loss": Figure(header="loss, nats"),
-    "agrees": Figure(header="same likeliest token"),
-}
 DOCUMENT = "evidence.md"

@@ -18,9 +18,9 @@ from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from scripts.measuring import paired
-from scripts.measuring.experiment import Figure, Group, grouped, setting
+from scripts.measuring.experiment import Group, grouped, setting
 from scripts.measuring.selectors import guarded
-from scripts.measuring.teacher_forced import Forced, Scores
+from scripts.measuring.teacher_forced import FIGURES, Forced, Scores
 
 CERTIFIED = select.Certified(select.coded_bounds)
 PER_HEAD = {
@@ -74,15 +74,9 @@ def groups(settings: Settings) -> Iterator[Group]:
 
         at, found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within, start)
         near.setdefault(share, at)
-        return found.by_row("share_read", "divergence", "loss", "agrees")
+        return found.by_row(*FIGURES)
 
     yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")
 
 
-FIGURES = {
-    "share_read": Figure(header="blocks read"),
-    "divergence": Figure(header="KL from dense, nats", against="saving"),
-    "loss": Figure(header="loss, nats"),
-    "agrees": Figure(header="same likeliest token"),
-}
 DOCUMENT = "evidence.md"

@@ -1,7 +1,6 @@
 """What the arguments of scripts may be: checked as they are read, before a model is loaded."""
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +20,6 @@ def count(least: int = 1) -> Callable[[str], int]:
         return value
 
     return number
-
-
-def folder(text: str) -> Path:
-    """Return a folder that is there. A `type` for argparse."""
-    if not text or not os.path.isdir(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder; name one that is there")
-    return Path(text)
 
 
 def output(text: str) -> Path:

@@ -30,12 +30,19 @@ from et_jax.scope import own_settings
 from et_jax.serve.engine import Model, load
 from et_jax.types import pytree, replace
 from scripts.measuring import experiment, text
-from scripts.measuring.experiment import Base, setting
+from scripts.measuring.experiment import Base, Figure, setting
 from scripts.measuring.selectors import guarded, true_mass
 from scripts.measuring.states import prefilled
 
 DENSE = Controller()
 SIGNALS = "signals."  # before the name of a signal that is set
+FIGURES = {
+    "share_read": Figure(header="blocks read"),
+    "divergence": Figure(header="KL from dense, nats", against="saving"),
+    "loss": Figure(header="loss, nats"),
+    "agrees": Figure(header="same likeliest token"),
+}
+"""What experiments show of scores."""
 
 
 @pytree

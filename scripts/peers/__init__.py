@@ -11,8 +11,8 @@ import numpy as np
 
 from et_jax.errors import UsageError
 
-NEEDS = {"et_jax": "et_jax", "llama.cpp": "llama_cpp, gguf", "transformers": "torch, transformers"}
-INSTALLED_AS = {"et_jax": ".", "llama.cpp": "llama-cpp-python gguf", "transformers": "torch transformers"}
+NEEDS = {"et_jax": "et_jax", "llama.cpp": "llama_cpp", "transformers": "torch, transformers"}
+INSTALLED_AS = {"et_jax": ".", "llama.cpp": "llama-cpp-python", "transformers": "torch transformers"}
 
 
 class Engine:
@@ -35,6 +35,10 @@ class Engine:
 
     def load(self, model: str, form: str, batch: int, length: int, **settings: Any) -> None:
         """Have it load a folder's weights in a form, for `batch` sequences of at most `length` tokens."""
+        if self.engine == "llama.cpp" and not model.endswith(".gguf"):
+            from scripts.peers.gguf_file import written_once  # which needs gguf
+
+            model = str(written_once(Path(model), form))
         self._ask("load", model=model, form=form, batch=batch, length=length, **settings)
 
     def generate(self, prompts: list[list[int]], tokens: int) -> Any:

@@ -2,8 +2,9 @@
 
     PYTHON scripts/peers/worker.py ENGINE    (PYTHON's environment has the engine)
 
-An engine returns its `versions`; it has `load` put a folder's weights in a form, for so many sequences of at most so
-many tokens; `generate` continues prompts of one length, greedily on all cores, end tokens ignored.
+An engine returns its `versions`; it has `load` put the weights of a folder, or of a GGUF file, in a form, for so many
+sequences of at most so many tokens; `generate` continues prompts of one length, greedily on all cores, end tokens
+ignored.
 """
 
 import importlib
@@ -11,7 +12,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 
@@ -56,11 +56,9 @@ class LlamaCpp:
         if self.context is not None:
             lib.llama_free(self.context)
             lib.llama_model_free(self.model)
-        gguf_file: Any = importlib.import_module("gguf_file")
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = 0
-        file = model if model.endswith(".gguf") else str(gguf_file.written(Path(model), form))
-        self.model = lib.llama_model_load_from_file(file.encode(), settings)
+        self.model = lib.llama_model_load_from_file(model.encode(), settings)
         context = lib.llama_context_default_params()
         context.n_seq_max = batch
         context.n_ctx = batch * -(-length // 256) * 256

@@ -35,11 +35,6 @@ def model(folder):
     return opened(folder, max_num_seqs=3, prefill_batch=32)
 
 
-def of(completion):
-    """What a text is, without the costs, which depend on the batch."""
-    return completion.prompt, completion.index, completion.text, completion.token_ids, completion.finish_reason
-
-
 def test_greedy_texts_equal_those_of_transformers(model):
     rows = json.loads((GOLDEN / "tinystories-656k.json").read_text())
     done = model.generate([row["prompt"] for row in rows], temperature=0.0, max_tokens=200)
@@ -48,16 +43,6 @@ def test_greedy_texts_equal_those_of_transformers(model):
         assert list(completion.token_ids) == row["ids"]
         assert completion.finish_reason == ("stop" if row["stopped"] else "length")
         assert completion.text.strip() == row["text"].strip()
-
-
-def test_each_of_n_comes_in_order_from_a_key_of_its_own_whether_pages_are_shared_or_not(model):
-    """Five do not fit three slots: the first three share their prompt's pages, the others are prefilled again."""
-    five = model.generate(TOM, n=5, max_tokens=10, seed=2)
-    done = model.generate([ONCE, TOM], n=3, max_tokens=10, seed=2)
-    assert [(c.prompt, c.index) for c in done] == [(prompt, i) for prompt in (ONCE, TOM) for i in range(3)]
-    assert all(len(c.token_ids) == len(c.trace) == 10 and c.finish_reason == "length" for c in done)
-    assert [of(c) for c in five[:3]] == [of(c) for c in done[3:]]
-    assert len({c.token_ids for c in (*five, *done)}) == 8
 
 
 def test_a_stop_string_or_id_ends_the_text_and_an_end_token_may_be_ignored(model):
@@ -74,13 +59,6 @@ def test_a_stop_string_or_id_ends_the_text_and_an_end_token_may_be_ignored(model
     longer = model.generate(row["prompt"], temperature=0.0, max_tokens=len(row["ids"]) + 5, ignore_eos=True)[0]
     assert list(longer.token_ids[: len(row["ids"])]) == row["ids"]
     assert longer.finish_reason == "length" and len(longer.token_ids) == len(row["ids"]) + 5
-
-
-def test_a_text_ends_where_the_model_does(folder, model):
-    """512 positions hold the prompt and the text; a limit beyond that is cut."""
-    tokens = model.tokenizer.encode(ONCE)
-    completion = model.generate([tokens * 80], max_tokens=10_000, ignore_eos=True)[0]
-    assert len(completion.token_ids) == 512 - len(tokens) * 80 and completion.finish_reason == "length"
 
 
 def test_alternatives_are_the_likeliest_of_the_dense_model_in_order(model):

@@ -7,7 +7,6 @@ import sys
 from unittest.mock import Mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -110,25 +109,10 @@ def test_no_switch_changes_a_text_or_compiles_anything_anew(model, expected, nam
     assert made().programs == before
 
 
-def test_what_is_served_stays_on_its_device(model, expected):
-    before = made().programs
-    with switched({"jax_default_device": "cpu"}):
-        assert text(model) == expected[0]
-    assert made().programs == before
-
-
 def test_a_model_loads_and_compiles_under_all_of_them_and_a_mesh(module, expected):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with switched(SWITCHES), jax.set_mesh(mesh):
         assert text(loaded(module)) == expected[0]
-
-
-def test_the_program_around_keeps_its_settings(model):
-    with jax.enable_x64(True):
-        kinds = {str(jnp.arange(3).dtype) for _ in model.stream("It was", max_tokens=3)}
-        with pytest.raises(UsageError):
-            et_jax.load("nowhere")
-        assert kinds == {str(jnp.arange(3).dtype)} == {"int64"}
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("Unable to initialize backend 'foo'\nand more")])

@@ -29,21 +29,6 @@ from et_jax.serve.chunks import pack
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
-def test_a_snapshot_survives_a_donating_step_and_continues_the_same_text():
-    d, params = made("plain"), weights()
-    state = start(d, params, d.empty(), 1, PROMPTS[0], seed=6)
-    state, before = run(d, params, state, 4)
-    kept = decoding.snapshot(state)
-    held = state.token
-    state, rows = run(d, params, state)
-    with pytest.raises(RuntimeError, match="deleted"):
-        np.asarray(held)
-    first = texts(rows)[1]
-    assert len(texts(before)[1] + first) == 12
-    _, rows = run(d, params, kept)
-    assert texts(rows)[1] == first
-
-
 def test_the_cache_is_updated_in_place_and_what_a_step_needs_beside_it_does_not_grow_with_the_pool():
     model = dataclasses.replace(MODEL, num_layers=1, windows=(None,))
 

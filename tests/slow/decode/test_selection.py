@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_model import (
@@ -28,10 +29,10 @@ SLOT, TOKENS = 2, prompt(7, 29)
 
 
 @functools.cache
-def made(share: float = 0.2, **control) -> decoding.Decoder:
+def made(share: float = 0.2, cache_dtype=jnp.float32, **control) -> decoding.Decoder:
     """A decoder that chooses blocks at a tolerance."""
     controller = Controller(law=chain(EmaEntropy(), tolerance.Constant(share)), **control)
-    return decoding.decoder(configuration(controller=controller))
+    return decoding.decoder(configuration(controller=controller, cache_dtype=cache_dtype, dtype=jnp.float32))
 
 
 CERTIFIED = select.Certified(select.coded_bounds)
@@ -88,13 +89,19 @@ def test_the_surprisal_of_every_token_is_kept_with_its_page():
     np.testing.assert_array_equal(stored(state, 0), stored(state, SLOT))
 
 
-def test_codes_count_in_cost():
-    """A page of codes has one byte a channel and token; scoring one costs that and its summary."""
-    _, _, signals, _ = walk(made(selector=CERTIFIED), steps=2)
+@pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+def test_codes_and_the_cache_s_own_bytes_count_in_cost(cache_dtype):
+    """A page of codes has one byte a channel and token; scoring one costs that and its summary.
+
+    In 8 bits a token has the scales of its key and of its value too.
+    """
+    _, _, signals, _ = walk(made(selector=CERTIFIED, cache_dtype=cache_dtype), steps=2)
+    size = jnp.dtype(cache_dtype).itemsize
     width = 128
-    summary = width * 4 * 2 + 4 + PAGE * MODEL.head_dim
+    summary = width * (4 if size == 1 else size) + width * 4 + 4 + PAGE * MODEL.head_dim
+    token = width * size + (8 if size == 1 else 0)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(weights()))
-    expected = signals.blocks_read * PAGE * width * 4 + signals.summaries_read * summary + num_bytes / 3
+    expected = signals.blocks_read * PAGE * token + signals.summaries_read * summary + num_bytes / 3
     np.testing.assert_allclose(signals.cost, expected, rtol=1e-6)
 
 

@@ -1,14 +1,12 @@
-"""The models that travel with the package: found by their names, of one family, the small one near the large one."""
+"""The bundled models: the small one writes, and is near the large one."""
 
 import numpy as np
 
 from et_jax import load
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import read_config
-from et_jax.models.params import num_weights
 from et_jax.training import corpus, distillation, recipe
 
-NAMES = "bundled", "bundled-small"
 # Elizabeth Gaskell, Mary Barton (1848), preface: held out from the training of either
 TEXT = (
     "I had always felt a deep sympathy with the care-worn men, who looked as if doomed to struggle through their lives "
@@ -17,17 +15,6 @@ TEXT = (
     "feelings on the part of some of the work-people with whom I was acquainted, had laid open to me the hearts of one "
     "or two of the more thoughtful among them."
 )
-
-
-def test_the_models_are_one_family():
-    large, small = (read_config(bundled_folder(name)) for name in NAMES)
-    assert (small.vocab_size, small.eos_token_ids) == (large.vocab_size, large.eos_token_ids)
-    assert small.max_positions >= large.max_positions
-    assert num_weights(small) < num_weights(large) / 6
-    assert (bundled_folder("bundled-small") / "model.safetensors").stat().st_size <= 1.2e6
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        first, second = ((bundled_folder(name) / file).read_bytes() for name in NAMES)
-        assert first == second
 
 
 def test_the_small_model_writes_and_is_near_the_large_one_on_a_text_that_neither_was_trained_on():

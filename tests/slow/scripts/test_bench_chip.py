@@ -69,15 +69,6 @@ def test_a_case_that_fails_says_so_and_the_time_is_kept(path, tmp_path, capsys):
     assert time.monotonic() - began < 60 and "no time was left" in capsys.readouterr().err
 
 
-def test_the_table_goes_between_the_markers_of_a_document(path, tmp_path):
-    document = tmp_path / "kernels.md"
-    document.write_text("<!-- bench_chip: begin -->\n<!-- bench_chip: end -->\n", encoding="utf-8")
-    assert not bench_chip.report.write(tmp_path / "none.json", document)
-    assert bench_chip.report.write(path, document)
-    text = document.read_text(encoding="utf-8")
-    assert "| small | 1 x 512 | `decode` | certified |" in text and "on cpu, jax" in text
-
-
 def test_the_document_has_the_markers():
     text = bench_chip.report.DOCUMENT.read_text(encoding="utf-8")
     assert bench_chip.report.DOCUMENT.parent == tables.DOCS

@@ -11,7 +11,6 @@ import weakref
 import pytest
 from reopened import PROMPTS, TWO_SLOTS, assert_balanced, reopened, tokens_of
 
-from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -58,16 +57,6 @@ def test_a_stream_that_is_collected_takes_no_lock_and_leaves_nothing(served, exp
     assert tokens_of(served, PROMPTS, PARAMS) == expected
     assert_balanced(served)
     assert served.metrics.finished["abort"] == aborted + 2 * len(PROMPTS)
-
-
-def test_what_was_dropped_under_another_control_does_not_stay(two_slots, monkeypatch):
-    own = reopened(two_slots)
-    stream = own.stream(PROMPTS, max_tokens=60, ignore_eos=True)
-    next(stream)
-    del stream
-    monkeypatch.setattr(Replicas, "warm_up", lambda *_: None)
-    own.replicas("paper")
-    assert len(own._replicas) == 1 and own.metrics.finished == {"abort": len(PROMPTS)}
 
 
 @pytest.mark.parametrize("end", ["aclose", "dropped", "loop closed", "cancelled", "cancelled twice", "run over"])

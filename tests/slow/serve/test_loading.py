@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from own_modules import LENGTH, Grouped, Plain, own_logits
-from reopened import SENTENCE, asked
+from own_modules import LENGTH, Plain
+from reopened import asked
 
 import et_jax
-from et_jax.control.budget import ConstantBudget
-from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration
 from et_jax.models.module import ModuleConfig
-from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.text import load_tokenizer
 from et_jax.types import Table, replace
 
@@ -43,41 +40,6 @@ def loaded(kind: Callable[..., nnx.Module], *, calibration: Calibration = SENSIT
 @pytest.fixture(scope="module")
 def plain():
     return loaded(Plain)
-
-
-def test_entropies_and_surprisals_are_those_of_the_module_s_own_pass():
-    """With grouped KV heads and rotary positions; a law holds the logits of the other module to its own pass."""
-    prompt, params = tuple(TOKENIZER.encode(SENTENCE * 2)), SamplingParams(max_tokens=12, seed=1, temperature=1.0)
-    [done] = loaded(Grouped, calibration=Calibration()).generate([GenerationRequest(prompt=prompt, params=params)])
-    assert len(set(done.token_ids)) > 6
-    logits = own_logits(module(Grouped), [*prompt, *done.token_ids])[len(prompt) - 1 : -1]
-    expected = np.asarray(jax.nn.log_softmax(logits))
-    found = [(row.entropy, row.surprisal) for row in done.trace]
-    entropies = -(np.exp(expected) * expected).sum(axis=-1)
-    np.testing.assert_allclose(
-        found, np.stack([entropies, -expected[np.arange(12), list(done.token_ids)]], axis=1), rtol=2e-5
-    )
-
-
-def test_blocks_of_a_prompt_are_left_unread(plain):
-    control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
-    done = plain.generate(asked(TOKENIZER, 5, longer=8, temperature=0.9), control=control)
-    read = [one.prompt_read for one in done]
-    assert any("model Plain: Plain, 2 layers, " in line for line in plain.describe())
-    assert all(one.finish_reason == "length" for one in done)
-    assert all(0 < row.blocks_read <= row.blocks_held for row in read)
-    assert any(row.blocks_read < row.blocks_held for row in read)
-
-
-def test_drafts_change_no_completion(plain):
-    """By lookups, and by a small model where these find nothing."""
-    circle = GenerationRequest(prompt=SENTENCE * 2, params=SamplingParams(max_tokens=30, temperature=0.0))
-    drafted = loaded(Plain, draft="lookup+bundled-small", draft_tokens=4, draft_length="fixed")
-    requests = [*asked(TOKENIZER, 3, longer=8, temperature=0.0), circle]
-    done = drafted.generate(requests)
-    assert [one.token_ids for one in done] == [one.token_ids for one in plain.generate(requests)]
-    assert sum(row.accepted for one in done for row in one.trace) > 0
-    assert done[0].trace[0].drafted > 0  # after nine tokens that are all different
 
 
 def test_a_cache_may_be_compressed_and_of_another_dtype():

@@ -6,7 +6,6 @@ import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -106,22 +105,6 @@ def test_agreement_by_hand():
     got = e.agreement(e.Estimate(entropy=entropy, low=low, high=high), jnp.asarray([1.5, 2.0, 4.0]))
     expected = [-0.5 / 3, 0.5 / 3, 1.0, 2 / 3, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1]]
     np.testing.assert_allclose([got.bias, got.error, got.width, got.containment, got.correlation], expected, rtol=1e-5)
-
-
-def test_estimators_pick_the_likeliest_of_the_vocabulary_and_an_exact_one_has_no_width():
-    """In float64 from sorted probabilities."""
-    z = np.random.default_rng(2).normal(scale=3.0, size=(5, 300))
-    log_p = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
-    given = jnp.asarray(log_p, jnp.float32), e.moments(jnp.asarray(z, jnp.float32))
-    truth = -(np.exp(log_p) * log_p).sum(-1)
-    exact = e.ExactEstimator()(*given)
-    np.testing.assert_allclose([exact.entropy, exact.low, exact.high], [truth] * 3, atol=1e-4)
-    listed = jnp.asarray(-np.sort(-log_p)[:, :16], jnp.float32)
-    np.testing.assert_allclose(e.TopKEstimator(16)(*given).entropy, e.top_k(listed, 300).entropy, atol=1e-5)
-    tail = e.TailCorrectedEstimator(16, 0.5)(*given).entropy
-    np.testing.assert_allclose(tail, e.tail_corrected(listed, 300, 0.5).entropy, atol=1e-5)
-    with pytest.raises(ValueError, match="lists 16 tokens"):
-        e.top_k(listed, 15)
 
 
 def test_the_margin_is_the_lead_of_the_likeliest_and_near_zero_temperature_nothing_is_uncertain():

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from block_views import blocks_at
 from drawn_blocks import NUM_BLOCKS, Blocks, blocks, drawn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -242,17 +241,6 @@ def test_influence_of_single_tokens_is_how_far_the_output_moves_without_them(b: 
     assert np.all(got[:, ~b.held] == 0)
     np.testing.assert_allclose(got[:, b.held], moved, rtol=2e-3, atol=1e-4)
     np.testing.assert_allclose(relative * np.linalg.norm(out, axis=-1, keepdims=True), got, rtol=1e-4)
-
-
-def test_how_long_the_longest_sequence_is_changes_no_contribution():
-    rng = np.random.default_rng(0)
-    key, value = (jnp.asarray(rng.normal(size=(140, 8)), jnp.float32) for _ in "kv")  # 70 blocks of two tokens
-    query = jnp.asarray(rng.normal(size=(3, 8)), jnp.float32)
-    view = blocks_at(query, key, value, jnp.int32(81), 2)
-    alone = both(view)[1]
-    assert np.all(alone[:, :41] > 0) and not np.any(alone[:, 41:])
-    for most_held in (41, 64, 70):
-        np.testing.assert_array_equal(both(replace(view, most_held=jnp.int32(most_held)))[1], alone)
 
 
 def test_token_nll_weighs_surprisals_by_the_mass():

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import dense_logits
-from gguf_files import add_tensor, close, write_gguf
 from places import GOLDEN
 
 from et_jax.errors import UsageError
@@ -24,6 +23,7 @@ from et_jax.models.gguf import config_values
 from et_jax.models.hub import resolve
 from et_jax.models.params import abstract
 from et_jax.models.weights import Int8
+from scripts.peers.gguf_file import add_tensor, close, write_gguf
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from et_jax.errors import UsageError
-from scripts.chip import cases, modelled, record, report, worker
+from scripts.chip import cases, report
 from scripts.chip.cases import Case, Settings
 from scripts.chip.decoding import LEAST, MOST, TRIES, tolerance_for
 from scripts.chip.processes import OutOfTime, run
@@ -35,22 +35,6 @@ def test_every_size_and_control_is_a_case_of_its_own():
         cases.chosen(all_, ["9x9"])
 
 
-def test_a_process_has_one_size_of_a_decoder_and_all_sizes_of_torch():
-    groups = cases.processes(cases.cases_of(Settings(model="smollm2"), True))
-    assert [len(group) for group in groups] == [6, 5, 5, 5, 1, 4, 1, 3, 3]
-
-
-def test_a_worker_hears_what_is_said():
-    settings, some = Settings(model="m", drafted=2), cases.cases_of(Settings(), False)[:3]
-    assert worker.heard(worker.spoken(settings, some)) == (settings, some)
-
-
-def test_want_of_memory_is_named():
-    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
-    assert worker.reason(error) == f"out of memory: {str(error).splitlines()[0]}"
-    assert worker.reason(ValueError("")) == "ValueError: "
-
-
 @pytest.mark.parametrize("start", [1e-3, 0.1, 30.0])
 @pytest.mark.parametrize("scale", [0.003, 0.2, 4.0])
 def test_a_tolerance_is_found_by_which_the_share_is_read(start, scale):
@@ -65,11 +49,6 @@ def test_a_tolerance_is_found_by_which_the_share_is_read(start, scale):
     assert len(tried) <= TRIES and found in tried
     if len(tried) < TRIES:
         assert LEAST <= share_at(found) <= MOST
-
-
-def test_the_nearest_tolerance_is_taken_where_none_reads_the_share():
-    assert tolerance_for(lambda tolerance: 0.5 if tolerance < 1 else 0.01, 0.9) >= 1
-    assert tolerance_for(lambda tolerance: 1.0, 0.9) == 0.9
 
 
 SOME = [Case(engine="decode", shape="small", rows=1, tokens=64, control=one) for one in ("off", "quest", "paper")]
@@ -141,22 +120,3 @@ def test_the_table_has_a_line_for_each_row_and_its_ratio_to_off():
     assert "| off | 2 (1 to 3) | - |" in off and "| quest | 4 (1 to 3) | 2 | - | 0.5 |" in quest
     assert "| paper | out of memory |" in paper
     assert "NVIDIA H200, jax 0.11.2" in report.part(ORIGIN, rows)
-
-
-def test_a_step_is_modelled_by_its_bytes_and_launches():
-    assert modelled.milliseconds(4.2e12, 0) == pytest.approx(1e3)
-    assert modelled.milliseconds(0.0, 400) == pytest.approx(1.0)
-    assert modelled.modelled(SOME[1]) is None  # Quest's launches are not counted
-    off, paper = modelled.modelled(SOME[0]), modelled.modelled(SOME[2], 0.0)
-    assert off is not None and paper is not None
-    # of 2 KV heads in 2 layers a block of 64 tokens, 128 wide in bfloat16; instead the box, the mean and the radius of
-    # its summary, and of two query heads the last mass, read and written
-    block, summary, masses = 64 * 128 * 2, 128 * 2 + 128 * 4 + 4, 2 * 4 * 2
-    assert off["bytes"] - paper["bytes"] == 2 * 2 * (block - summary - masses)
-    assert off["launches"] == 2 * modelled.KERNELS["llama3_8b, 32 layers"] + modelled.OUTSIDE
-
-
-def test_lines_say_what_was_found():
-    found = ROW | {"tokens_per_step": 1.5, "kernels": 900.0}
-    said = "2.000 ms a step, 0.500 of the blocks read, 1.50 tokens a step, 900 kernels a step"
-    assert record.line("a", found) == f"a: {said}"

@@ -127,14 +127,6 @@ def test_a_run_on_a_changed_text_is_measured_anew(plain, text, tmp_path, calls):
     assert calls["dense"] == 2
 
 
-def test_runs_of_other_settings_stay_side_by_side(plain, text, tmp_path, calls):
-    path = tmp_path / "plain.json"
-    for rows in (4, 3, 4):
-        run(plain, path, text, rows=rows)
-    assert calls["dense"] == 2
-    assert sorted(one["settings"]["rows"] for one in runner.runs_of(path)) == [3, 4]
-
-
 def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
     order, clock = [], iter(np.arange(1.0, 100.0))
 

@@ -4,15 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from small_model import configuration
-from timed_world import World
 
 from et_jax.control.draft import FIRST_CREDIT, AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.config import Variant
-from et_jax.decode.draft import Drafting, Pruned, ReadSizes, by_roofline, lookup, rough_times
+from et_jax.decode.draft import Drafting, Pruned, lookup
 from et_jax.decode.output import StepOutput
 from et_jax.serve import step_clock
 from et_jax.serve.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
@@ -158,27 +156,3 @@ def test_a_burst_says_nothing_that_is_the_first_of_a_program_in_so_many_rows_or_
     short, long, noting = (4, 1, WHOLE), (12, 1, WHOLE), (0, 1, WHOLE)
     _, *told = worths(*[(0, 4, PLAIN_ONE)] * 2, short, short, long, noting, noting, long)
     assert [one is not None for one in told] == [False, True, False, True, False, False, False, True]
-
-
-ON_H200 = StepTimes(
-    plain=3.9e-3, plain_cached=5.5e-9, drafted=2.6e-3, drafted_cached=4.4e-10, row=4.5e-5, row_cached=0.0
-)
-"""What steps of 16 sequences take of the shape of SmolLM-135M, as `self_drafting-h200.json` has it."""
-
-
-@pytest.mark.parametrize(
-    ("context", "rate", "least", "most"),
-    [(32_768, 0.9, 1.1, 1.4), (32_768, 0.45, 0.95, 1.02), (32_768, 0.0, 0.98, 1.0), (2048, 0.9, 0.95, 1.02)],
-)
-def test_texts_decoded_together_draft_where_that_pays_and_lose_little_where_it_does_not(
-    context, rate, least, most, monkeypatch
-):
-    """Of a step's drafts the longest is paid for: where each text goes by its own luck one comes to 0.79 at first."""
-    with monkeypatch.context() as gpu:
-        gpu.setattr(jax, "default_backend", lambda: "gpu")
-        times = rough_times(16, ReadSizes(weights=270_000_000, token=23_040, layers=30), 1.0, Pruned.share)
-    drafting = Drafting(most=12, length=by_roofline(12, 16, times), drafter=Pruned(), times=times)
-    config = configuration(num_slots=16, batch=16, draft=drafting)
-    world = World(config=config, times=ON_H200, start=1.5e-3, context=context, rate=rate)
-    speeds = [world.speed(200) for _ in range(5)]
-    assert min(speeds) > 0.95 and least < speeds[-1] < most

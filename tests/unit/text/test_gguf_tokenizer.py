@@ -6,11 +6,11 @@ import gguf
 import numpy as np
 import pytest
 import sentencepiece
-from gguf_files import close
 from places import GOLDEN
 
 from et_jax.errors import UsageError
 from et_jax.text import load_tokenizer
+from scripts.peers.gguf_file import close
 
 LINES = [
     "The cat sat on the mat; it's 12345.67 euros, isn't it?",

@@ -75,34 +75,6 @@ def test_the_loss_and_its_gradient_are_those_of_the_divergence(student, teacher,
         assert jnp.linalg.norm(formula - got) <= 0.05 * jnp.linalg.norm(formula)
 
 
-def test_a_student_begins_with_the_nearest_embedding_of_its_width(settings, student, teacher):
-    taught = np.asarray(teacher.params.embedding.array, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
-    sizes = np.linalg.svd(taught, compute_uv=False)
-    narrow = np.asarray(loop.start_beside(teacher, student)[0].params.embedding.array, np.float64)
-    missed = np.linalg.norm(taught @ taught.T - narrow @ narrow.T)
-    assert missed == pytest.approx(np.sqrt((sizes[WIDTH:] ** 4).sum()), rel=1e-3)  # Eckart and Young 1936
-    whole = np.asarray(loop.start_beside(teacher, settings)[0].params.embedding.array, np.float64)
-    np.testing.assert_allclose(whole @ whole.T, taught @ taught.T, atol=1e-5)
-
-
-def test_agreement_is_that_of_the_formulas(student, teacher):
-    inputs, *_ = given()
-    params = loop.start_beside(teacher, student)[0].params
-    mask = np.ones(inputs.shape, bool)
-    mask[1, 7:] = False
-    rows = corpus.Rows(inputs=np.asarray(inputs), targets=np.asarray(inputs), target_mask=mask)
-    found = distillation.agreement(params, student, teacher, rows, batch_tokens=LENGTH)
-    log_p, log_q = (
-        np.asarray(log_probabilities(*each, inputs), np.float64)
-        for each in ((teacher.params, teacher.config), (params, student.model))
-    )
-    p, q = np.exp(log_p), np.exp(log_q)
-    np.testing.assert_allclose(found.divergence, np.where(mask, (p * (log_p - log_q)).sum(-1), 0), rtol=0.05, atol=0.01)
-    np.testing.assert_allclose(found.overlap, np.where(mask, np.minimum(p, q).sum(-1), 0), atol=0.02)
-    same = p.argmax(-1) == q.argmax(-1)
-    assert (found.greedy == np.where(mask, same, 0)).mean() > 0.9  # bfloat16 may swap the two likeliest
-
-
 def test_a_teacher_is_read_as_it_is_and_one_that_cannot_teach_is_refused(
     settings, student, teacher, data, mixed_data, tmp_path
 ):
