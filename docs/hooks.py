@@ -33,7 +33,7 @@ MODULES = (
     "et_jax/decode/output.py",
     "et_jax/decode/state.py",
     "et_jax/decode/request.py",
-    "et_jax/decode/snapshots.py",
+    "et_jax/decode/cache/snapshots.py",
     "et_jax/serve/chunks.py",
     "et_jax/pallas/*/api.py",
     "et_jax/softmax.py",

@@ -90,8 +90,8 @@ def _measure(args: argparse.Namespace, folder: Path, model: Any, texts: list[str
     from et_jax.models.calibration import TEXT, Calibration, keep_calibration, write_calibration
     from et_jax.report.display import Status
     from et_jax.scope import own_settings
-    from et_jax.serve import calibrating
-    from et_jax.serve.device_memory import usable_memory
+    from et_jax.serve.loading import calibrating
+    from et_jax.serve.memory.device_memory import usable_memory
     from et_jax.tasks.calibration import fit_temperature, held_out_logits, negative_log_likelihood
     from et_jax.text import load_tokenizer
     from et_jax.types import Table

@@ -163,7 +163,7 @@ def _check_paths(args: argparse.Namespace) -> None:
 
 def _run_check(args: argparse.Namespace) -> int:
     from et_jax.scope import platform
-    from et_jax.serve.verdict import verdict
+    from et_jax.serve.loading.verdict import verdict
 
     streams.check_standard_output()
     print("\n".join(verdict(_engine(args, args.n, _controller(args, platform())))))
@@ -353,7 +353,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 
 def _controller(args: argparse.Namespace, platform: str) -> "Controller":
     """Return the laws that the command line names, as they are by default on a platform."""
-    from et_jax.serve.min_context import named
+    from et_jax.serve.loading.min_context import named
 
     return named(args.control, platform, **flags.given(args, KNOBS))
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.decode import snapshots
+from et_jax.decode.cache import snapshots
 from et_jax.errors import UsageError
 from et_jax.models import checkpoint
 from et_jax.models.config import ExpertConfig

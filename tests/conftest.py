@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart() -> None:
     """Have the package promote strictly within its own settings too, and keep programs as it does for its users."""
     from et_jax import scope  # not before the shapes of its signatures are checked
-    from et_jax.serve import program_store
+    from et_jax.serve.programs import store as program_store
 
     scope.SETTINGS["numpy_dtype_promotion"] = "strict"
     folder = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])

@@ -70,7 +70,7 @@ class Pruning(Preset):
     may be left unread, here theta where the model is certain: the relative change of a head's output that a block must
     promise to be read. `min_blocks` are read at least, and the last `window` tokens always. A sequence of fewer than
     `min_context` tokens reads all, and nothing is scored for it; where the preset is named to `load`, `generate` or
-    the command line without it, that is the length measured of the device (`serve.min_context`), else 0.
+    the command line without it, that is the length measured of the device (`serve.loading.min_context`), else 0.
     """
 
     target_entropy: float | int | None = knob(

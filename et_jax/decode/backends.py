@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from et_jax.control.selector import Selector
-from et_jax.decode import cache as kv
-from et_jax.decode.blocks import LayerKind, blocks_of, widened
-from et_jax.decode.selection import selection_of, selector_inputs, trace_scores
+from et_jax.decode.attention.blocks import LayerKind, blocks_of, widened
+from et_jax.decode.attention.selection import selection_of, selector_inputs, trace_scores
+from et_jax.decode.cache import kv
 from et_jax.models.config import ModelShape
 from et_jax.pallas.backend import NAMES, pick, platform
 from et_jax.pallas.paged_attention.api import paged_attention

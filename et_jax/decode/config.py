@@ -18,7 +18,7 @@ from et_jax.control.draft import DraftLength, DraftState, FixedLength, started
 from et_jax.control.selector import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import left_to_xla, scoring_backend, serving_backend
-from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.fresh import law_numbers, law_steers
 from et_jax.decode.plant import Plant
 from et_jax.models import sharding

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from et_jax.decode import slots
-from et_jax.decode.compress import compress
+from et_jax.decode.cache.compress import compress
 from et_jax.decode.config import DecoderConfig, Variant
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights

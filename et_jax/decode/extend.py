@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from et_jax.decode import queries, sharded, work
-from et_jax.decode.blocks import places_of
-from et_jax.decode.cache import LayerCache, with_place, with_summaries, write
+from et_jax.decode import sharded, work
+from et_jax.decode.attention.blocks import places_of
+from et_jax.decode.attention.readers import Whole
+from et_jax.decode.cache import queries
+from et_jax.decode.cache.kv import LayerCache, with_place, with_summaries, write
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.mixing import ExpertReads, RowRules, mix, no_experts
 from et_jax.decode.packed import packed, unpacked
 from et_jax.decode.plant import Plant, PlantState
-from et_jax.decode.readers import Whole
 from et_jax.decode.rows import at_slots
 from et_jax.decode.work import Work
 from et_jax.models.experts import Experts

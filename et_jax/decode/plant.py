@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from et_jax.decode import cost
-from et_jax.decode.cache import KVCache
+from et_jax.decode.cache.kv import KVCache
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, expert_bytes, expert_counts, expert_weights, num_multiplied
 from et_jax.models.weights import num_bytes
@@ -51,7 +51,7 @@ class PlantState:
     The pages of all plants have the numbers of one page table. The rest is what the compression of caches must know,
     None where none is: a token's place in the cache is its position less `shift`, the tokens that were left out before
     it; `skipped` counts the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many;
-    `queries` are the last of each sequence, rotated, that of position p at place p mod w (`decode.queries`), None where
+    `queries` are the last of each sequence, rotated, that of position p at place p mod w (`cache.queries`), None where
     none are ranked by: those of tokens that were computed in the slot, not shared with another.
     """
 

@@ -7,14 +7,13 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control import entropy
 from et_jax.control.budget import PromptNotes
 from et_jax.control.switch import MODEL
-from et_jax.decode import cache as kv
-from et_jax.decode import pages
-from et_jax.decode.budgeted import Budgeted
+from et_jax.decode.attention.budgeted import Budgeted
+from et_jax.decode.attention.readers import Whole
+from et_jax.decode.cache import kv, pages
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.extend import Reader, extend
 from et_jax.decode.plant import Weights, check_weights
-from et_jax.decode.readers import Whole
 from et_jax.decode.state import DecodeState
 from et_jax.types import replace
 

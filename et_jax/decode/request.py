@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.control.controller import Controller
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import law_numbers
-from et_jax.decode.sampling import Sampling
-from et_jax.decode.steering import Steering, steering_fields
+from et_jax.decode.sampling.settings import Sampling
+from et_jax.decode.sampling.steering import Steering, steering_fields
 from et_jax.scope import within
 from et_jax.types import pytree
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import Array, Float
 
-from et_jax.decode.cache import LayerCache
+from et_jax.decode.attention.reads import AllRead, LayerReads
+from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.reads import AllRead, LayerReads
 from et_jax.models.sharding import AXIS, of_chip, shardings
 from et_jax.softmax import Softmax
 

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from et_jax.decode import cache as kv
-from et_jax.decode import pages, sampling
+from et_jax.decode.cache import kv, pages
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import blank_signals
 from et_jax.decode.plant import PlantState
 from et_jax.decode.request import Request
-from et_jax.decode.sampling import TokenCounts
+from et_jax.decode.sampling import settings as sampling
+from et_jax.decode.sampling.settings import TokenCounts
 from et_jax.decode.state import DecodeState, fresh_control
 from et_jax.types import replace
 

@@ -11,13 +11,12 @@ from et_jax.control.base import ControlState, Signals
 from et_jax.control.controller import Controller
 from et_jax.control.draft import DraftLength, DraftState
 from et_jax.control.switch import MODEL, SwitchState
-from et_jax.decode import cache as kv
-from et_jax.decode import pages
+from et_jax.decode.cache import kv, pages
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers
 from et_jax.decode.plant import PlantState
-from et_jax.decode.sampling import Sampling, TokenCounts, plain
-from et_jax.decode.steering import Steering, none
+from et_jax.decode.sampling.settings import Sampling, TokenCounts, plain
+from et_jax.decode.sampling.steering import Steering, none
 from et_jax.models.config import ModelShape
 from et_jax.models.stacks import depths_of, stacks_of
 from et_jax.types import pytree, replace

@@ -12,20 +12,21 @@ from et_jax.control.base import ControlState, Signals, name_of, one_like
 from et_jax.control.controller import Controller
 from et_jax.control.draft import MOST_DRAFTED
 from et_jax.control.switch import MODEL
-from et_jax.decode import cache as kv
-from et_jax.decode import cost, drafter, pages, turns
-from et_jax.decode import draft as drafting
+from et_jax.decode import cost
+from et_jax.decode.attention.pruned import Noting
+from et_jax.decode.attention.readers import Selected
+from et_jax.decode.attention.reads import ReadStats
+from et_jax.decode.cache import kv, pages
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.draft import Drafting, Drafts, Pruned
+from et_jax.decode.drafting import drafter, turns
+from et_jax.decode.drafting import drafts as drafting
+from et_jax.decode.drafting.drafts import Drafting, Drafts, Pruned
 from et_jax.decode.extend import extend
 from et_jax.decode.mixing import RowRules
 from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, costs
-from et_jax.decode.pruned import Noting
-from et_jax.decode.readers import Selected
-from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows, at_slots
 from et_jax.decode.state import DecodeState
 from et_jax.decode.verify import advance, undrafted, verify

@@ -11,14 +11,17 @@ from et_jax.control import draft as lengths
 from et_jax.control import entropy, guards
 from et_jax.control.base import ControlState, Signals, updated
 from et_jax.control.controller import Controller
-from et_jax.decode import faults, pages, sampling, turns
+from et_jax.decode import faults
+from et_jax.decode.attention.reads import ReadStats
+from et_jax.decode.cache import pages
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.draft import Drafting, Drafts
+from et_jax.decode.drafting import turns
+from et_jax.decode.drafting.drafts import Drafting, Drafts
 from et_jax.decode.output import StepOutput
-from et_jax.decode.reads import ReadStats
 from et_jax.decode.rows import Rows
-from et_jax.decode.sample import Sampled, sample
-from et_jax.decode.sampling import Sampling
+from et_jax.decode.sampling import settings as sampling
+from et_jax.decode.sampling.sample import Sampled, sample
+from et_jax.decode.sampling.settings import Sampling
 from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
 

@@ -19,7 +19,7 @@ from et_jax.io.known import known_or_none, told
 from et_jax.report.drawing import Figure
 from et_jax.report.figures import of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
-from et_jax.serve.min_context import told as told_least
+from et_jax.serve.loading.min_context import told as told_least
 from et_jax.serve.totals import Totals
 
 _LARGEST_EXP = 700.0  # of which the exponential is a float

@@ -18,7 +18,8 @@ from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
-from et_jax.decode.draft import (
+from et_jax.decode.cache.eight_bits import NAMED_8_BITS
+from et_jax.decode.drafting.drafts import (
     Drafting,
     Pruned,
     ReadSizes,
@@ -27,14 +28,13 @@ from et_jax.decode.draft import (
     lookup,
     rough_times,
 )
-from et_jax.decode.eight_bits import NAMED_8_BITS
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 from et_jax.scope import platform
-from et_jax.serve import min_context
+from et_jax.serve.loading import min_context
 from et_jax.types import replace
 
 LOOKUP = "lookup"  # drafts from the text itself

@@ -22,8 +22,8 @@ from et_jax.decode.state import DecodeState, wants_drafts
 from et_jax.io import later
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
-from et_jax.serve.executables import Kept
-from et_jax.serve.few_rows import FewRows
+from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.few_rows import FewRows
 from et_jax.types import replace
 
 

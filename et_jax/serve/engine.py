@@ -11,7 +11,7 @@ from et_jax.io import values
 from et_jax.models.module import ModuleConfig, is_module
 from et_jax.scope import own_settings, platform
 from et_jax.serve.config import PROGRAMS, Control, EngineConfig
-from et_jax.serve.loading import opened, opened_module
+from et_jax.serve.loading.opened import opened, opened_module
 from et_jax.serve.model import Model as Model
 from et_jax.serve.use import untraced
 

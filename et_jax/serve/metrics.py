@@ -9,8 +9,8 @@ from typing import Any
 
 from et_jax.decode.cost import Price
 from et_jax.io.files import replace_file
-from et_jax.serve.compilation import Made
 from et_jax.serve.completions import Completion, TokenTrace
+from et_jax.serve.programs.compilation import Made
 
 _PREFIX = "et_jax_"
 

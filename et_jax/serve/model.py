@@ -20,12 +20,13 @@ from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, put
 from et_jax.scope import own_settings
-from et_jax.serve import executables
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import Control, EngineConfig
-from et_jax.serve.description import description
+from et_jax.serve.loading.description import description
+from et_jax.serve.loading.sizing import beside, check_measured
+from et_jax.serve.memory.preflight import Plan
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.preflight import Plan
+from et_jax.serve.programs import executables
 from et_jax.serve.prompts import as_request, check_knobs, refused, requests_of, sequences_of, split_knobs
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
@@ -33,7 +34,6 @@ from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.scoring import Score, scored
 from et_jax.serve.sequence import Sequence
-from et_jax.serve.sizing import beside, check_measured
 from et_jax.serve.streams import serve
 from et_jax.serve.use import Use, check_untraced, untraced
 from et_jax.text import Tokenizer

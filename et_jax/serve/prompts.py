@@ -12,7 +12,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import KNOBS
 from et_jax.control.settings import adjusted
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.steering import WORD_TOKENS
+from et_jax.decode.sampling.steering import WORD_TOKENS
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.serve.completions import Completion, TokenEvent

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sized
 
 from et_jax.serve import scheduler
 from et_jax.serve.completions import TokenEvent
-from et_jax.serve.page_pool import PagePool
+from et_jax.serve.memory.page_pool import PagePool
 from et_jax.serve.sequence import Sequence
 
 

@@ -17,16 +17,16 @@ from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights, costs
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
-from et_jax.serve.compilation import made
+from et_jax.serve.clocks.step_clock import StepClock
 from et_jax.serve.completions import FinishReason, TokenEvent
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device import Device
+from et_jax.serve.memory.page_pool import Compressing, PagePool
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.page_pool import Compressing, PagePool
+from et_jax.serve.programs.compilation import made
 from et_jax.serve.queue import Queue
 from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
-from et_jax.serve.step_clock import StepClock
 from et_jax.types import replace
 
 _BURST_SECONDS = 0.05

@@ -7,7 +7,7 @@ from typing import Any
 
 from et_jax.control.controller import Controller
 from et_jax.control.draft import MOST_DRAFTED
-from et_jax.decode.steering import MOST_BIASED, MOST_WORDS
+from et_jax.decode.sampling.steering import MOST_BIASED, MOST_WORDS
 from et_jax.errors import UsageError
 from et_jax.io import values
 
@@ -53,7 +53,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are
     off, and so are `top_n_sigma` 0 (its paper has 1), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009), `top_h` 0 (0.4)
-    and `p_less` False, which are as in `decode.truncation.truncate`; no penalty goes beyond a million, nor
+    and `p_less` False, which are as in `decode.sampling.truncation.truncate`; no penalty goes beyond a million, nor
     `repetition_penalty` below a millionth. `stop` strings end the text and are left out of it; `stop_token_ids`
     likewise, besides the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each from
     its own key derived from `seed`. `logprobs` asks for that many alternatives per token.

@@ -82,7 +82,7 @@ class Sequence:
     index: int
     limit: int
     stop_ids: tuple[int, ...]
-    bad_words: tuple[tuple[int, ...], ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
     text: Text
     trace: list[TokenTrace] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
 from et_jax.decode.backends import scoring_backend, serving_backend
-from et_jax.decode.compress import compress
+from et_jax.decode.cache.compress import compress
+from et_jax.decode.cache.eight_bits import dtype_named
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decode, in_float32, step
-from et_jax.decode.draft import Drafting, Pruned
-from et_jax.decode.eight_bits import dtype_named
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.prefill import prefill
 from et_jax.decode.state import empty
 from et_jax.models.calibration import Calibration

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from aot.chips import ATTENTIONS, CHIPS, Attention, Chip
 from aot.programs import Lowering, Program, device_of, lower_for, on_device
 
-from et_jax.decode.eight_bits import dtype_named
+from et_jax.decode.cache.eight_bits import dtype_named
 from et_jax.models.weights import num_bytes
 from et_jax.pallas import hopper, ring
 from et_jax.pallas.block_scores import gpu as gpu_scores

@@ -29,7 +29,7 @@ from et_jax.models.module_reading import read_module
 from et_jax.models.params import abstract
 from et_jax.models.stacks import stacked_on
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.sizing import decoder_config
+from et_jax.serve.loading.sizing import decoder_config
 from et_jax.types import replace
 
 CHIP = "TPU v5e"  # that Colab lends

@@ -30,7 +30,7 @@ from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.tolerance import Constant
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
-from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import DecodeState
 from et_jax.models.calibration import Calibration
 from et_jax.models.params import Params, in_stacks

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from et_jax.control.controller import Controller
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis, Switch, SwitchState
-from et_jax.decode.sampling import fold_key, plain, sample_token
+from et_jax.decode.sampling.settings import fold_key, plain, sample_token
 from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.tasks.calibration import held_out_logits

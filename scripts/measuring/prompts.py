@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, begun, greatest
 from et_jax.control.segment import Segment
-from et_jax.decode import cache as kv
-from et_jax.decode.budgeted import Budgeted
+from et_jax.decode.attention.budgeted import Budgeted
+from et_jax.decode.cache import kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import extend
 from et_jax.decode.plant import Plant, PlantState

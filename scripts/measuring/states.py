@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from et_jax.decode import pages, slots
-from et_jax.decode.cache import LayerCache
+from et_jax.decode import slots
+from et_jax.decode.attention.summaries import encode, summarise
+from et_jax.decode.cache import pages
+from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.request import request
 from et_jax.decode.state import DecodeState, empty
-from et_jax.decode.summaries import encode, summarise
 from et_jax.models.config import ModelConfig
 from et_jax.pallas.backend import pick
 from et_jax.serve import chunks
-from et_jax.serve.sizing import DEFAULT_PAGE_SIZE
+from et_jax.serve.loading.sizing import DEFAULT_PAGE_SIZE
 from et_jax.types import replace
 
 PAGES_DRAWN = 512  # at once

@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Int
 
 from et_jax.io.texts import read_text
-from et_jax.serve import calibrating
 from et_jax.serve.engine import Model
+from et_jax.serve.loading import calibrating
 from et_jax.training import corpus
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from et_jax.decode.decoder import Program
 from et_jax.decode.output import StepOutput
-from et_jax.serve.executables import Kept
+from et_jax.serve.programs.executables import Kept
 
 
 class Promised(Kept):

@@ -22,10 +22,10 @@ from et_jax.control.select import (
     PerHead as ToleranceOfHeads,
 )
 from et_jax.control.selector import as_selector
-from et_jax.decode import cache as kv
-from et_jax.decode.blocks import LayerKind
-from et_jax.decode.selection import Fallback, SelectorInputs, chosen_blocks, selection_of
-from et_jax.decode.summaries import summarised, summarised_by_kernel
+from et_jax.decode.attention.blocks import LayerKind
+from et_jax.decode.attention.selection import Fallback, SelectorInputs, chosen_blocks, selection_of
+from et_jax.decode.attention.summaries import summarised, summarised_by_kernel
+from et_jax.decode.cache import kv
 from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
 from et_jax.pallas.per_head.api import by_vmap
 from et_jax.pallas.per_head.gpu import by_kernels

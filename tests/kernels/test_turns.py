@@ -9,8 +9,8 @@ from ladder import taken
 from test_add_residual import given as residual_of
 from test_per_head import DIM, HEADS, PAGE, given
 
-from et_jax.decode import cache as kv
-from et_jax.decode.summaries import summarised_by_kernel
+from et_jax.decode.attention.summaries import summarised_by_kernel
+from et_jax.decode.cache import kv
 from et_jax.pallas.add_residual import add_residual
 from et_jax.pallas.add_residual import gpu as residual_gpu
 from et_jax.pallas.block_scores import gpu as scores_gpu

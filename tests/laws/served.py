@@ -6,7 +6,7 @@ from capabilities import Capability
 from small_model import same_bits
 
 from et_jax.decode.request import request
-from et_jax.decode.sampling import plain
+from et_jax.decode.sampling.settings import plain
 from et_jax.serve.completions import Completion
 from et_jax.serve.device import Device
 from et_jax.serve.engine import Model

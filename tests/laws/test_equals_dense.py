@@ -8,7 +8,7 @@ from capabilities import module, of_module
 from dense import dense_logits
 from own_modules import own_logits
 
-from et_jax.decode.noise import race_noise
+from et_jax.decode.sampling.noise import race_noise
 from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 

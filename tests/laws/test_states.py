@@ -5,7 +5,7 @@ import numpy as np
 from served import begun
 from small_model import same_bits
 
-from et_jax.decode import snapshots
+from et_jax.decode.cache import snapshots
 
 
 def test_a_state_from_disk_goes_on_as_it_would_have(served, tmp_path):

@@ -20,7 +20,7 @@ from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
 from et_jax.scope import own_settings, platform
 from et_jax.serve.chunks import calls
-from et_jax.serve.compilation import made
+from et_jax.serve.programs.compilation import made
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

@@ -27,8 +27,8 @@ FORBIDDEN = {"torch", "transformers", "hypothesis", "pytest"}  # for golden file
 # What is decided on the host is plain Python, and imports of the package nothing but what it stands on.
 PLAIN = {
     "et_jax.serve.scheduler": set(),
-    "et_jax.serve.prefix_cache": set(),
-    "et_jax.serve.page_pool": {"et_jax.serve.prefix_cache"},
+    "et_jax.serve.memory.prefix_cache": set(),
+    "et_jax.serve.memory.page_pool": {"et_jax.serve.memory.prefix_cache"},
 }
 CALLED = ("import_module", "__import__")
 NOT_PLAIN = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "numpy"}
@@ -91,7 +91,7 @@ def test_imports_go_one_way_and_in_no_circle():
 
 
 def test_the_docstring_of_every_folder_names_its_modules():
-    for path in PACKAGE.glob("*/__init__.py"):
+    for path in PACKAGE.glob("*/**/__init__.py"):
         named = set(re.findall(r"\w+", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""))
         inside = {one.stem for one in path.parent.iterdir() if one.suffix == ".py" or (one / "__init__.py").exists()}
         assert inside - {"__init__"} <= named, f"{path} does not say what is in {sorted(inside - named)}"

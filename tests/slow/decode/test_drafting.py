@@ -24,7 +24,7 @@ from et_jax.control.temperature import Thermostat
 from et_jax.control.tolerance import Constant
 from et_jax.control.view import needing
 from et_jax.decode import decoder as decoding
-from et_jax.decode.draft import Drafting, Pruned, lookup
+from et_jax.decode.drafting.drafts import Drafting, Pruned, lookup
 from et_jax.decode.fresh import law_numbers
 from et_jax.models.weights import Dense
 from et_jax.sums import total

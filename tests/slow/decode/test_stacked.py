@@ -14,7 +14,7 @@ from et_jax.control.controller import Controller
 from et_jax.control.draft import FixedLength
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import Decoder, decoder
-from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacks_of

@@ -4,7 +4,7 @@ import json
 
 from places import ROOT
 
-from et_jax.serve.min_context import MEASURED, NEVER
+from et_jax.serve.loading.min_context import MEASURED, NEVER
 
 NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
 

@@ -16,7 +16,7 @@ from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import EQUAL, read_calibration
 from et_jax.models.checkpoint import read_config
 from et_jax.models.module import ModuleConfig
-from et_jax.serve import calibrating
+from et_jax.serve.loading import calibrating
 from et_jax.text import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")

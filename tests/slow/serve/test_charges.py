@@ -8,7 +8,7 @@ from reopened import SIZES, bits, reopened
 
 from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
-from et_jax.serve.few_rows import FewRows
+from et_jax.serve.programs.few_rows import FewRows
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.types import replace
 

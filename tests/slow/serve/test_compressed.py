@@ -12,7 +12,7 @@ from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.sizing import decoder_config
+from et_jax.serve.loading.sizing import decoder_config
 from et_jax.serve.totals import Totals
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")

@@ -9,12 +9,12 @@ from reopened import SIZES, assert_balanced, bits, reopened
 
 from et_jax.control.draft import RooflineLength, StepTimes
 from et_jax.control.presets import preset
-from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.serve import engine
+from et_jax.serve.clocks.step_clock import GAIN, StepClock
 from et_jax.serve.config import EngineConfig
+from et_jax.serve.loading.sizing import decoder_config
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.serve.sizing import decoder_config
-from et_jax.serve.step_clock import GAIN, StepClock
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

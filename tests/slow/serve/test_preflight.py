@@ -12,13 +12,13 @@ from small_model import MODEL, configuration
 from et_jax.control.compression import named
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
-from et_jax.decode.draft import Drafting
+from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import describe
-from et_jax.serve.preflight import decoder_bytes, plan, step_bytes
+from et_jax.serve.memory.preflight import decoder_bytes, plan, step_bytes
 from et_jax.types import replace
 
 LLAMA_3_8B = {  # config.json of meta-llama/Meta-Llama-3-8B

@@ -7,7 +7,7 @@ import et_jax
 from et_jax import Controller, GenerationRequest, SamplingParams, UsageError, preset
 from et_jax.control.settings import adjusted
 from et_jax.control.temperature import Thermostat
-from et_jax.serve.compilation import made
+from et_jax.serve.programs.compilation import made
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")

@@ -9,8 +9,9 @@ from reopened import SIZES
 import et_jax
 from et_jax import GenerationRequest, SamplingParams, UsageError, preset
 from et_jax.models.bundled import bundled_folder
-from et_jax.serve import device_memory, loading
 from et_jax.serve.config import EngineConfig
+from et_jax.serve.loading import opened as loading
+from et_jax.serve.memory import device_memory
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

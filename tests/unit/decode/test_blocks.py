@@ -10,16 +10,17 @@ from small_model import MODEL
 
 from et_jax.control.base import pack_blocks
 from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
-from et_jax.decode import attended, block_sparse, extend, selection
-from et_jax.decode import blocks as blocks_module
-from et_jax.decode import cache as kv
-from et_jax.decode.attended import AttendedMass, attended_mass, in_units_read, with_residual
-from et_jax.decode.block_sparse import SelectedOfLayer
-from et_jax.decode.blocks import LayerKind, blocks_of, places_of
+from et_jax.decode import extend
+from et_jax.decode.attention import attended, block_sparse, selection
+from et_jax.decode.attention import blocks as blocks_module
+from et_jax.decode.attention.attended import AttendedMass, attended_mass, in_units_read, with_residual
+from et_jax.decode.attention.block_sparse import SelectedOfLayer
+from et_jax.decode.attention.blocks import LayerKind, blocks_of, places_of
+from et_jax.decode.attention.readers import AllOfLayer
+from et_jax.decode.attention.selection import ChosenBlocks
+from et_jax.decode.cache import kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
-from et_jax.decode.readers import AllOfLayer
-from et_jax.decode.selection import ChosenBlocks
 from et_jax.models.layers import rotate
 from et_jax.pallas.add_residual import gpu as add_residual
 from et_jax.pallas.per_head import api, gpu, pieces, traced

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from stored_tokens import LARGEST, as_stored
 
-from et_jax.decode import cache as kv
-from et_jax.decode import eight_bits
+from et_jax.decode.cache import eight_bits, kv
 
 HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
 # Two slots that hold pages in no order, and one that holds none.

@@ -14,9 +14,9 @@ from stored_tokens import LARGEST, as_stored
 
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.decode import cache as kv
-from et_jax.decode.blocks import LayerKind, blocks_of
-from et_jax.decode.selection import selection_of, selector_inputs
+from et_jax.decode.attention.blocks import LayerKind, blocks_of
+from et_jax.decode.attention.selection import selection_of, selector_inputs
+from et_jax.decode.cache import kv
 from et_jax.pallas.per_head import PerRow, per_head
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")

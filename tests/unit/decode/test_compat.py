@@ -18,7 +18,7 @@ from et_jax.decode import compat
 from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.sizing import beside, decoder_config
+from et_jax.serve.loading.sizing import beside, decoder_config
 from et_jax.types import replace
 
 LAW = ConstantBudget(tokens=16, segment=16, dense_until=16)

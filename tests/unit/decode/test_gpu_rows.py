@@ -12,7 +12,7 @@ from small_model import MODEL, configuration, prompt, run, start, texts, weights
 from et_jax.control.draft import FixedLength
 from et_jax.decode import extend
 from et_jax.decode.decoder import decoder
-from et_jax.decode.draft import Drafting, lookup
+from et_jax.decode.drafting.drafts import Drafting, lookup
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

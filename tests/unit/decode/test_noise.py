@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.decode import noise, sampling
+from et_jax.decode.sampling import noise
+from et_jax.decode.sampling import settings as sampling
 
 SIGMAS = 5.0
 

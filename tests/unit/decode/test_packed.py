@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from et_jax.decode.attention.reads import AllRead, ByHead, LayerReads
 from et_jax.decode.packed import Packed, packed, unpacked
-from et_jax.decode.reads import AllRead, ByHead, LayerReads
 from et_jax.models.stacks import Turns
 
 ROWS, HEADS, WORDS = 3, 4, 2

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from et_jax.decode import pages
+from et_jax.decode.cache import pages
 
 SLOTS, BLOCKS, PAGES, MOST = 3, 4, 9, 2  # eight pages to hand out, twelve wanted at most
 

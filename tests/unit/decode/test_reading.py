@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from small_model import NARROW, PAGE, configuration
 
+from et_jax.decode.attention.pruned import NOTHING, Noting, log_shares
+from et_jax.decode.attention.readers import AllOfLayer
+from et_jax.decode.attention.reading import list_blocks, read_all, read_chosen
+from et_jax.decode.attention.reads import LayerReads
 from et_jax.decode.chunk import of_rows
-from et_jax.decode.pruned import NOTHING, Noting, log_shares
-from et_jax.decode.readers import AllOfLayer
-from et_jax.decode.reading import list_blocks, read_all, read_chosen
-from et_jax.decode.reads import LayerReads
 from et_jax.decode.rows import Rows
 from et_jax.decode.state import empty
 from et_jax.sums import log_sum_exp

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from et_jax.control.entropy import moments
-from et_jax.decode import sampling
 from et_jax.decode.faults import overflows
-from et_jax.decode.noise import race_noise
-from et_jax.decode.truncation import truncate
+from et_jax.decode.sampling import settings as sampling
+from et_jax.decode.sampling.noise import race_noise
+from et_jax.decode.sampling.truncation import truncate
 from et_jax.types import replace
 
 ROWS = 4

@@ -12,7 +12,7 @@ from small_model import PAGE, configuration
 
 from et_jax.control.compression import named
 from et_jax.control.presets import preset
-from et_jax.decode.draft import Drafting
+from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.sharded import split
 from et_jax.decode.state import empty
 

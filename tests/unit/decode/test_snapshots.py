@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.decode import snapshots
+from et_jax.decode.cache import snapshots
 from et_jax.errors import UsageError
 from et_jax.types import pytree, replace
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.decode import steering as module
-from et_jax.decode.steering import WORD_TOKENS, Steering, recent_tokens, steer, steering_fields
+from et_jax.decode.sampling import steering as module
+from et_jax.decode.sampling.steering import WORD_TOKENS, Steering, recent_tokens, steer, steering_fields
 
 SIZE = 75  # of the vocabulary: no multiple of 32
 WORDS = ((7,), (3, 4), (5, 3, 4, 9), (*range(20, 27), 6))

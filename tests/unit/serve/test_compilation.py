@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from et_jax.serve.compilation import made
+from et_jax.serve.programs.compilation import made
 
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"
 

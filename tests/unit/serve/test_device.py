@@ -12,7 +12,7 @@ from small_model import configuration, weights
 from et_jax.control.draft import FixedLength, started
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
-from et_jax.decode.draft import Drafting, Pruned
+from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import empty
 from et_jax.serve.device import Device
 from et_jax.types import replace

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.serve.device_memory import host_memory, num_sharing, usable_memory
+from et_jax.serve.memory.device_memory import host_memory, num_sharing, usable_memory
 
 GB = 10**9
 FREE = {"proc/meminfo": f"MemTotal: 64000000 kB\nMemAvailable: {32 * GB // 1024} kB\n"}
@@ -43,7 +43,7 @@ class Chip:
 
 
 def test_a_share_of_what_the_device_has_left_and_on_a_cpu_its_host(monkeypatch):
-    monkeypatch.setattr("et_jax.serve.device_memory.host_memory", lambda: 1000)
+    monkeypatch.setattr("et_jax.serve.memory.device_memory.host_memory", lambda: 1000)
     assert jax.devices()[0].memory_stats() is None and usable_memory(0.9) == 900 and num_sharing(3) == 3
     monkeypatch.setattr(jax, "devices", lambda: [Chip()])
     assert usable_memory(0.5) == 40

@@ -11,9 +11,9 @@ from et_jax.control.experts import Mass
 from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
-from et_jax.serve import min_context
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.engine import load
+from et_jax.serve.loading import min_context
 from et_jax.serve.requests import GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")

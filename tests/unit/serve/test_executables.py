@@ -18,14 +18,15 @@ from small_model import configuration
 from et_jax.control.base import as_value
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.decode import draft as drafting
 from et_jax.decode.decoder import Program, decoder
-from et_jax.decode.draft import Drafting
+from et_jax.decode.drafting import drafts as drafting
+from et_jax.decode.drafting.drafts import Drafting
 from et_jax.io import own_sources
 from et_jax.scope import own_settings
-from et_jax.serve import compilation, executables, program_key
-from et_jax.serve.executables import Kept
-from et_jax.serve.program_store import ProgramStore
+from et_jax.serve.programs import compilation, executables
+from et_jax.serve.programs import key as program_key
+from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.store import ProgramStore
 from et_jax.types import static, value
 
 NUMBERS = np.linspace(-2.0, 3.0, 64, dtype=np.float32)

@@ -7,8 +7,8 @@ from small_model import configuration
 
 from et_jax.decode.decoder import decoder
 from et_jax.models.config import ModelConfig
-from et_jax.serve import few_rows
-from et_jax.serve.few_rows import FewRows
+from et_jax.serve.programs import few_rows
+from et_jax.serve.programs.few_rows import FewRows
 from et_jax.types import replace
 
 

@@ -8,7 +8,7 @@ from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
 from et_jax.serve.config import EngineConfig, controller
-from et_jax.serve.min_context import MEASURED, NEVER, named, usual
+from et_jax.serve.loading.min_context import MEASURED, NEVER, named, usual
 
 CHOOSING = [name for name, one in PRESETS.items() if "min_context" in knobs(one)]
 

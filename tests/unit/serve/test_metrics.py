@@ -2,8 +2,8 @@
 
 import re
 
-from et_jax.serve.compilation import Made
 from et_jax.serve.metrics import Metrics
+from et_jax.serve.programs.compilation import Made
 
 SAMPLE = r'\1(?:\{[a-z_]+="(?:[^"\\\n]|\\["\\n])*"\})? (?:[0-9.e+]+)\n'
 FAMILY = rf"# HELP ([a-zA-Z_:][a-zA-Z0-9_:]*_total) .+\n# TYPE \1 counter\n((?:{SAMPLE})*)"

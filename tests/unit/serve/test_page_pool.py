@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from et_jax.control.compression import Compression
-from et_jax.decode import pages
-from et_jax.serve.page_pool import Compressing, PagePool
-from et_jax.serve.prefix_cache import PrefixCache
+from et_jax.decode.cache import pages
+from et_jax.serve.memory.page_pool import Compressing, PagePool
+from et_jax.serve.memory.prefix_cache import PrefixCache
 
 SIZE, CHUNK, SLOTS, BLOCKS, PAGES = 2, 4, 3, 7, 9  # eight pages for slots that could fill twenty-one
 STEPS, MOST_PER_STEP, PER_CHUNK = 6, 3, CHUNK // SIZE

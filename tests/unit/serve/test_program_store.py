@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from et_jax.errors import UsageError
-from et_jax.serve import program_store
-from et_jax.serve.compilation import default_folder, keep_programs
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.loading import _keep_programs
+from et_jax.serve.loading.opened import _keep_programs
+from et_jax.serve.programs import store as program_store
+from et_jax.serve.programs.compilation import default_folder, keep_programs
 
 FOLDER = "jax_compilation_cache_dir"
 

@@ -3,7 +3,7 @@
 import pytest
 from plain_sequences import sequence
 
-from et_jax.serve.page_pool import PagePool
+from et_jax.serve.memory.page_pool import PagePool
 from et_jax.serve.queue import Queue
 from et_jax.serve.sequence import Sequence, Status
 

@@ -12,7 +12,7 @@ from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import RopeScaling
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.sizing import DEFAULT_PAGE_SIZE, decoder_config
+from et_jax.serve.loading.sizing import DEFAULT_PAGE_SIZE, decoder_config
 
 sizes = st.none() | st.integers(1, 200)
 

@@ -10,11 +10,11 @@ from small_model import configuration
 
 from et_jax.control.draft import FIRST_CREDIT, AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
 from et_jax.decode.config import Variant
-from et_jax.decode.draft import Drafting, Pruned, lookup
+from et_jax.decode.drafting.drafts import Drafting, Pruned, lookup
 from et_jax.decode.output import StepOutput
-from et_jax.serve import step_clock
-from et_jax.serve.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
-from et_jax.serve.step_clock import Fit, StepClock, fitted, saved, told, work
+from et_jax.serve.clocks import step_clock
+from et_jax.serve.clocks.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
+from et_jax.serve.clocks.step_clock import Fit, StepClock, fitted, saved, told, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
 TRUE = StepTimes(plain=0.03, plain_cached=1e-5, drafted=0.025, drafted_cached=1e-6, row=2e-3, row_cached=1e-6)

@@ -1,0 +1,200 @@
+"""How a chunk reads the cache: whole, or row by row what selectors choose.
+
+This is where the cache, the selectors and the kernels meet.
+"""
+
+from collections.abc import Hashable
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.control.selector import Selector
+from et_jax.decode.attention.block_sparse import SelectedOfLayer, long_rows
+from et_jax.decode.attention.blocks import blocks_of, held_blocks
+from et_jax.decode.attention.pruned import Noting, heavy_of
+from et_jax.decode.attention.reading import read_all
+from et_jax.decode.attention.reads import AllRead, LayerReads, ReadStats, chosen_reads, reads_of, written_out
+from et_jax.decode.cache.kv import LayerCache
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.drafting.drafts import Pruned
+from et_jax.decode.plant import Plant
+from et_jax.models.stacks import Layer, by_layer
+from et_jax.pallas.paged_prefill.api import paged_prefill
+from et_jax.pallas.per_head import PerQuery
+from et_jax.softmax import Softmax
+from et_jax.types import Table, pytree, replace, static
+
+
+@pytree
+class Whole:
+    """Reads everything, of chunks of any length, and notes nothing; every layer is read alike."""
+
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return that all layers are read alike."""
+        return (None,) * plant.model.num_layers
+
+    def of_layer(self, plant: Plant, layer: Layer) -> "Whole":
+        """Return the reader of a layer."""
+        return self
+
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> None:
+        """Return no notes."""
+
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
+        """Return that rows are read one by one."""
+        return False
+
+    def read(
+        self,
+        plant: Plant,
+        softmax: Softmax,
+        q: Float[Array, "r t c d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
+        chunk: Chunk,
+    ) -> tuple[Float[Array, "r t h d"], None]:
+        """Return attention to all there is."""
+        if q.shape[1] == 1:
+            out, _ = read_all(plant, softmax, q[:, 0], cached, replace(chunk, at=None), block_sums=False)
+            return out[:, None], None
+        stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
+        out, _ = paged_prefill(q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
+        return out, None
+
+
+@pytree
+class Selected:
+    """Reads of each row, of one token, the blocks that its layer's selector chooses, and notes what that was.
+
+    Blocks are chosen anew every `refresh_every` tokens: where a row is not `fresh`, the blocks of `block_mask`, those
+    last read, are read again; `kept_mass` is what was kept then. `selectors` are those of every layer, their numbers
+    with a row each. A row of fewer than `min_context` tokens reads all, and nothing is scored for it; None scores every
+    row. What does not choose, for no row is that long (`chooses`), has nothing to score with. `skipped` counts the
+    blocks at the beginning that a KV head holds nothing of, None where each holds all. `block_mass` is what share each
+    query head had on each block when that was last read; None where no selector goes by it. `residual` lets unread
+    blocks count as their mean. `sensitivity` is that of the model's heads, where it has been measured. Where the model
+    drafts for itself, `pruned`, the blocks that held the mass are noted as `noting` says, in pages of `page_size`.
+    """
+
+    tolerance: Float[Array, " r"]
+    fresh: Bool[Array, " r"]
+    block_mask: UInt32[Array, "r l k n32"]
+    kept_mass: Float[Array, " r"]
+    selectors: tuple[Selector, ...]
+    min_context: Int[Array, " r"] | None = None
+    skipped: Int[Array, "r l k"] | None = None
+    block_mass: Float[Array, "r l h n"] | None = None
+    refresh_every: int = static(default=1)
+    residual: bool = static(default=False)
+    sensitivity: Table | None = static(default=None)
+    noting: Noting | None = None
+    pruned: Pruned | None = static(default=None)
+    page_size: int = static(default=0)
+    chooses: bool = static(default=True)
+
+    def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
+        """Return what the selector of every layer is told by: its structure, and the very numbers that it has."""
+        return tuple((jax.tree.structure(one), *map(id, jax.tree.leaves(one))) for one in self.selectors)
+
+    def of_layer(self, plant: Plant, layer: Layer) -> "AllOfLayer | SelectedOfLayer":
+        """Return the reader of a layer."""
+        selector, mass = self.selectors[layer.like], layer.of(self.block_mass, axis=1)
+        if selector.reads_all:
+            return AllOfLayer(skipped=layer.of(self.skipped, axis=1), mass=mass, noting=self.noting)
+        sensitivity = None
+        if self.sensitivity is not None:
+            of_layers = (self.sensitivity.array * self.sensitivity.array.size).astype(np.float32)
+            if isinstance(layer.number, int):
+                sensitivity = PerQuery(array=jnp.asarray(of_layers[layer.number])[None])
+            else:  # a GPU's kernel finds the layer itself
+                sensitivity = PerQuery(array=jnp.asarray(of_layers), layer=layer.number.reshape(1))
+        return SelectedOfLayer(
+            tolerance=self.tolerance,
+            fresh=self.fresh,
+            last=layer.of(self.block_mask, axis=1),
+            selector=selector,
+            min_context=self.min_context,
+            mass=mass,
+            sensitivity=sensitivity,
+            refresh_every=self.refresh_every,
+            residual=self.residual,
+            noting=self.noting,
+            chooses=self.chooses,
+        )
+
+    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
+        """Return what was read of all layers."""
+        lengths = chunk.lengths
+        notes, long = written_out(plant, chunk, self.skipped, notes), long_rows(self.chooses, self.min_context, lengths)
+        kept_mass = jnp.where(long, self.kept_mass, 1.0)
+        summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
+        stats = replace(
+            chosen_reads(notes, self.fresh & long, kept_mass, summaries),
+            block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
+            block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
+        )
+        stats = replace(stats, blocks_read=jnp.sum(stats.reads, axis=(1, 2), dtype=jnp.int32))
+        if self.pruned is None:
+            return stats
+        if self.noting is None:
+            return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
+        held = held_blocks(self.noting.of(lengths), self.page_size)
+        told = tuple(
+            jax.tree.map(attrgetter("block_lse"), note, is_leaf=lambda x: isinstance(x, LayerReads)) for note in notes
+        )
+        return replace(stats, heavy_blocks=heavy_of(self.pruned, self.noting, told, held, stats.block_masks))
+
+
+@pytree
+class AllOfLayer:
+    """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer.
+
+    The log-sum-exp of each block is noted of the rows that `noting` names.
+    """
+
+    skipped: Int[Array, "r k"] | None
+    mass: Float[Array, "r h n"] | None
+    noting: Noting | None
+
+    def together(self, plant: Plant, softmax: Softmax) -> bool:
+        """Return whether the kernel reads a page once for all rows of a slot."""
+        return plant.reads_together(softmax, chosen=False)
+
+    def read(
+        self,
+        plant: Plant,
+        softmax: Softmax,
+        q: Float[Array, "n 1 c d"],
+        cached: LayerCache,
+        surprisal: Float[Array, "p s"] | None,
+        chunk: Chunk,
+    ) -> tuple[Float[Array, "_ 1 h d"], LayerReads | AllRead]:
+        """Return attention to all there is, and that it was read."""
+        block_sums = self.noting is not None
+        out, block_lse = read_all(plant, softmax, q[:, 0], cached, chunk, self.skipped, block_sums)
+        if self.mass is None and self.noting is None:
+            return out[:, None], AllRead(window=softmax.window)
+        table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
+        opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
+        if self.skipped is not None:
+            opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
+        lse = None
+        if self.noting is not None and block_lse is not None:
+            lse = self.noting.of(block_lse[: len(table)])
+            if self.skipped is not None:
+                lse = _by_block(lse, self.noting.of(self.skipped))
+            if softmax.window is not None:
+                lse = jnp.full((*lse.shape[:2], opened.shape[2]), -jnp.inf)
+        return out[:, None], reads_of(opened, self.mass, lse)
+
+
+def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
+    """What is in order from the first block that each KV head holds, in the order of all blocks; -inf before it."""
+    (_, h, n), heads = block_lse.shape, skipped.shape[1]
+    place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]
+    place = jnp.repeat(jnp.where(place < 0, n, place), h // heads, axis=1)
+    return jnp.take_along_axis(block_lse, place, axis=-1, mode="fill", fill_value=-jnp.inf)

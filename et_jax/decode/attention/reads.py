@@ -1,0 +1,170 @@
+"""What attention read: of one layer, and gathered over all."""
+
+from functools import cache, partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from et_jax.control.base import pack_blocks
+from et_jax.decode.attention.blocks import blocks_of
+from et_jax.decode.chunk import Chunk
+from et_jax.decode.mixing import ExpertReads
+from et_jax.decode.plant import Plant
+from et_jax.models.stacks import Turns, entry
+from et_jax.sums import total
+from et_jax.types import pytree, replace, static
+
+
+@pytree
+class ReadStats:
+    """What attention read, gathered over layers.
+
+    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
+    looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
+    token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
+    `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
+    selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers and of one
+    row a slot, for a model that drafts for itself, none where it was not asked (`pruned`). `experts` are those
+    that the rows took, None where the model has none.
+    """
+
+    blocks_read: Int[Array, " b"]
+    summaries_read: Int[Array, " b"]
+    kept_mass: Float[Array, " b"]
+    entropies: Float[Array, " b"]
+    num_entropies: Float[Array, " b"]
+    least_entropy: Float[Array, " b"]
+    block_masks: UInt32[Array, "b l k n32"]
+    block_masses: Float[Array, "b l h n"] | None = None
+    heavy_blocks: UInt32[Array, "s l k n32"] | None = None
+    experts: ExpertReads | None = None
+
+    @property
+    def reads(self) -> Int[Array, "b l k"]:
+        """The blocks that each layer and KV head read."""
+        words = jax.lax.population_count(self.block_masks)
+        return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
+
+
+def no_reads(batch: int) -> ReadStats:
+    """Return stats of nothing read, of no layers."""
+    zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
+    return ReadStats(
+        blocks_read=zeros,
+        summaries_read=zeros,
+        kept_mass=ones,
+        entropies=0.0 * ones,
+        num_entropies=0.0 * ones,
+        least_entropy=jnp.inf * ones,
+        block_masks=jnp.zeros((batch, 0, 0, 0), jnp.uint32),
+    )
+
+
+@pytree
+class LayerReads:
+    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `by_head`.
+
+    How many blocks that is follows from the mask. `block_lse` is the log-sum-exp of each block, in nats, of the rows
+    whose drafts go by it.
+    """
+
+    block_mask: UInt32[Array, "b k n32"]
+    block_mass: Float[Array, "b h n"] | None
+    by_head: "ByHead | None" = None
+    block_lse: Float[Array, "s h n"] | None = None
+
+
+@pytree
+class AllRead:
+    """Stands for the notes of a layer of which all within the `window` was read.
+
+    That follows from lengths alone: `written_out` works it out once for all layers of a window, after all of them.
+    """
+
+    window: int | None = static(default=None)
+
+
+@pytree
+class ByHead:
+    """What choosing blocks came to for every query head: the share of mass `kept`, and the entropy of attention."""
+
+    kept: Float[Array, "r *l h"]
+    entropy: Float[Array, "r *l h"]
+
+
+def chosen_reads(
+    notes: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
+) -> ReadStats:
+    """Return what choosing blocks came to over all layers that did; masks and masses are those of no layer.
+
+    Rows that are not `scored` keep their `kept_mass`; `summaries` are inspected of each layer of the others.
+    """
+    found = [
+        jax.tree.map(lambda x: x[:, None], one.by_head)
+        if isinstance(note, LayerReads)
+        else jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), one.by_head)
+        for note in notes
+        for one in (note.of_period if isinstance(note, Turns) else (note,))
+        if isinstance(one, LayerReads) and one.by_head is not None
+    ]
+    stats = no_reads(len(scored))
+    if not found:
+        return stats
+    of_all = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
+    _, layers, heads = of_all.kept.shape
+    # layers by themselves one after the other, those of a scan together
+    entropies = reduce(jnp.add, (jnp.sum(total(one.entropy), axis=1) for one in found), stats.entropies)
+    return replace(
+        stats,
+        kept_mass=jnp.where(scored, jnp.min(of_all.kept, axis=(1, 2)), kept_mass),
+        summaries_read=jnp.where(scored, layers * summaries, 0),
+        entropies=jnp.where(scored, entropies, 0.0),
+        num_entropies=jnp.where(scored, float(layers * heads), 0.0),
+        least_entropy=jnp.where(scored, jnp.min(of_all.entropy, axis=(1, 2)), jnp.inf),
+    )
+
+
+def reads_of(
+    opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, block_lse: Float[Array, "s h n"] | None = None
+) -> LayerReads:
+    """Return the notes of a layer of which these blocks were read, and none was chosen."""
+    return LayerReads(block_mask=pack_blocks(opened), block_mass=mass, block_lse=block_lse)
+
+
+def written_out(
+    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, notes: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return the notes of all layers in order with those of layers that read all in place of every `AllRead`.
+
+    `skipped` counts the blocks at the beginning that a KV head of a layer holds nothing of.
+    """
+
+    @cache
+    def within(window: int | None) -> Bool[Array, "r n"]:
+        return blocks_of(chunk.table, chunk.lengths, plant.page_size, window).readable
+
+    def of_layer(note: AllRead, number: int | Int[Array, ""]) -> LayerReads:
+        readable = within(note.window)[:, None]
+        opened = jnp.broadcast_to(readable, (len(readable), plant.model.num_kv_heads, readable.shape[-1]))
+        if skipped is not None:
+            opened = opened & (jnp.arange(opened.shape[-1]) >= entry(skipped, number, axis=1)[..., None])
+        return reads_of(opened, None)
+
+    found: list[Any] = []
+    number = 0
+    for note in notes:
+        turns = note if isinstance(note, Turns) else None
+        of_period = (note,) if turns is None else turns.of_period
+        depth = 1 if turns is None else turns.depth
+        told = []
+        for first, one in enumerate(of_period, number):
+            if isinstance(one, AllRead):
+                numbers = first + len(of_period) * jnp.arange(depth)
+                one = of_layer(one, first) if turns is None else jax.vmap(partial(of_layer, one))(numbers)
+            told.append(one)
+        found.append(told[0] if turns is None else replace(turns, of_period=tuple(told)))
+        number += len(of_period) * depth
+    return tuple(found)

@@ -1,0 +1,141 @@
+"""Two models that take turns, of which one is active in each sequence: Entropy Adaptive Decoding (Simonds 2025).
+
+A step is that of one of them. First it reads what it has not seen of its sequences' texts. Where the switch makes the
+other one active before a token is sampled, the sequence waits for a step of that.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from et_jax.control import entropy
+from et_jax.control.switch import MODEL, SMALL, SwitchState
+from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.reads import ReadStats, no_reads
+from et_jax.decode.chunk import of_rows
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.extend import catch_up, extend
+from et_jax.decode.mixing import no_experts
+from et_jax.decode.once import run_if
+from et_jax.decode.output import Audit
+from et_jax.decode.plant import PlantState, Weights
+from et_jax.decode.rows import Rows
+from et_jax.decode.state import DecodeState
+from et_jax.decode.work import Work, of_tokens
+from et_jax.types import replace
+
+Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]
+
+
+def chosen(state: DecodeState) -> tuple[Int[Array, ""] | int, Bool[Array, " b"] | bool]:
+    """Return whose step it is, and in which sequences that model is active.
+
+    It is that of the sequence which has waited longest, so that none waits for ever; where one model serves all, its.
+    """
+    if state.switch is None:
+        return MODEL, True
+    waited = jnp.where(state.active, state.control.wait, -1)
+    active = state.switch.speaker[jnp.argmax(waited)]
+    return active, state.switch.speaker == active
+
+
+def extend_active(
+    config: DecoderConfig,
+    weights: Weights,
+    state: DecodeState,
+    rows: Rows,
+    active: Int[Array, ""] | int,
+    extend_rows: Extend,
+) -> tuple[DecodeState, Float[Array, "r v"], ReadStats, tuple[Work, ...], Audit | None]:
+    """Have the active model catch up with the rows' texts and read their newest tokens, the model by `extend_rows`.
+
+    Where one model serves all there is nothing to catch up with.
+    Returns what each model did for the rows, and what the active one says of the other's words, if it is asked.
+    """
+    if state.switch is None:
+        state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
+        done = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read, stats.experts)
+        return state, logits, stats, (done,), None
+    table, text, before = rows.take(state.table.pages), rows.take(state.text), rows.take(_num_cached(state))
+
+    def caught_up(index: int, plants: tuple[PlantState, ...], rows: Rows) -> tuple:
+        wanted = jnp.where(rows.run, rows.position, before[:, index])
+        plant, params, own = config.plants[index], weights[index], plants[index]
+        return catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk, config.audit)
+
+    def by_model(carry: tuple, rows: Rows) -> tuple:
+        own, done, agreed = caught_up(MODEL, carry[0], rows)
+        some = replace(state, plants=carry[0]).with_plant(MODEL, own)
+        some, logits, stats = extend_rows(config, weights, some, rows, rows.position + 1)
+        more = of_tokens(config.plants[MODEL], rows, stats.blocks_read, stats.summaries_read, stats.experts)
+        return some.plants, logits, stats, done.plus(more), agreed
+
+    def by_small(carry: tuple, rows: Rows) -> tuple:
+        own, done, agreed = caught_up(SMALL, carry[0], rows)
+        chunk = of_rows(rows, table, rows.position + 1)
+        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
+        some = replace(state, plants=carry[0]).with_plant(SMALL, own)
+        stats = _whole(config, state, rows)
+        more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read, took)
+        return some.plants, logits[:, 0], stats, done.plus(more), agreed
+
+    shapes = jax.eval_shape(lambda: by_model((state.plants,), rows))
+    blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1:])
+    carry = (state.plants, *blank)
+    carry = run_if(active == MODEL, by_model, carry, rows)
+    carry = run_if(active == SMALL, by_small, carry, rows)
+    plants, logits, stats, done, agreed = carry
+    work = tuple(done.where(active == index) for index in range(len(plants)))
+    audit = _audit(config, state, rows, before[:, active], agreed)
+    return replace(state, plants=plants), logits, stats, work, audit
+
+
+def _num_cached(state: DecodeState) -> Int[Array, "b m"]:
+    """How far each model has come in the text of every slot."""
+    return jnp.stack([plant.num_cached for plant in state.plants], axis=1)
+
+
+def turn(
+    state: DecodeState, rows: Rows, raw: entropy.Moments, produced: Bool[Array, " r"]
+) -> tuple[SwitchState | None, Bool[Array, " r"], Bool[Array, " r"] | None]:
+    """Return what switches decide by the rows' predictions, which rows get a token, and which one of the small model.
+
+    A row whose switch makes the other model active before its token is sampled gets none.
+    """
+    switch, laws = state.switch, state.laws.switch
+    if switch is None or laws is None:
+        return switch, produced, None
+    before, own, certainty = rows.take(switch), rows.take(laws), entropy.entropy(raw)
+    turned = jax.vmap(lambda law, one, certain: law.before(one, certain))(own, before, certainty)
+    deferred = rows.run & (turned.speaker != before.speaker)
+    produced = produced & ~deferred
+    went_on = jax.vmap(lambda law, one, certain: law.after(one, certain))(own, before, certainty)
+    after = rows.put_where(deferred, rows.put_where(produced, switch, went_on), turned)
+    return after, produced, produced & (before.speaker == SMALL)
+
+
+def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
+    """What the small model reads: all there is. Of the model's own blocks, what was read last stands."""
+    plant, control = config.plants[SMALL], rows.take(state.control)
+    blocks = (rows.position // config.page_size + 1) * plant.all_kv_heads
+    return replace(
+        no_reads(rows.token.shape[0]),
+        blocks_read=jnp.where(rows.run, blocks, 0),
+        experts=no_experts(config.plants[MODEL], rows.token.shape[0]),
+        block_masks=control.block_mask,
+        block_masses=control.block_mass,
+    )
+
+
+def _audit(
+    config: DecoderConfig, state: DecodeState, rows: Rows, before: Int[Array, " r"], agreed: Bool[Array, "r n"]
+) -> Audit:
+    """What a model that had come as far as `before` says of the words that it caught up with, if it is asked."""
+    # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
+    place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
+    counted = (place >= jnp.maximum(before, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
+    counted &= config.audit
+    audited, same = (jnp.sum(each, axis=1, dtype=jnp.int32) for each in (counted, counted & agreed))
+    return Audit(audited=audited, agreed=same)

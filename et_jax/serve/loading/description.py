@@ -1,0 +1,79 @@
+"""What runs where and what it needs, in lines for a person: a model as it is loaded."""
+
+from collections.abc import Sequence
+
+import jax
+
+from et_jax.decode.backends import serving_backend
+from et_jax.decode.cache.eight_bits import dtype_name
+from et_jax.decode.config import DecoderConfig
+from et_jax.models.model import ModelWeights, dtype_of
+from et_jax.models.weights import num_bytes
+from et_jax.serve.config import LENGTHS, EngineConfig
+from et_jax.serve.loading import min_context
+from et_jax.serve.memory.preflight import Plan
+
+
+def description(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    weights: ModelWeights,
+    plan: Plan | None,
+    remarks: Sequence[str] = (),
+) -> list[str]:
+    """Return what is to be said of a model under its own controller, with the table of a plan that it was loaded by.
+
+    `remarks` are those of its loading.
+    """
+    model = config.model
+    held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
+    refusals = serving_backend(model, config.page_size, config.weights_dtype, config.cache_dtype)[1]
+    return [
+        f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {held}",
+        *remarks,
+        f"device {jax.devices()[0].device_kind}, attention backend {config.backend}",
+        *(f"not chosen: {refusal}" for refusal in refusals),
+        *_scoring(config),
+        f"cache {config.num_pages} pages of {config.page_size} tokens in {dtype_name(config.cache_dtype)}, "
+        f"{config.num_slots} slots of {config.max_length} tokens, {config.batch} served in a step"
+        + ("" if settings.replicas == 1 else f", {settings.replicas} times over"),
+        *_drafting(settings, config),
+        *_experts(config),
+        *([] if plan is None else plan.table()),
+        f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
+    ]
+
+
+def _drafting(settings: EngineConfig, config: DecoderConfig) -> list[str]:
+    """Say how tokens are drafted."""
+    if config.controller.switch is not None:
+        return [f"takes turns with {settings.small}, by the entropy of what the one who speaks predicts"]
+    if settings.draft is None:
+        return []
+    most, length = settings.most_drafted, settings.draft_length or LENGTHS[0]
+    return [f"up to {most} tokens drafted by {settings.draft}, {length} length"]
+
+
+def _experts(config: DecoderConfig) -> list[str]:
+    """Say how many experts there are, and how many of them tokens go to."""
+    found, rule = config.model.experts, config.controller.experts
+    if found is None:
+        return []
+    by_rule = "" if rule is None else f" at most, by {rule}"
+    layers = f"{sum(found.layers)} of {config.model.num_layers} layers"
+    return [f"experts {found.num_experts} in {layers}, of which a token goes to {found.num_per_token}{by_rule}"]
+
+
+def _scoring(config: DecoderConfig) -> list[str]:
+    """Say what scores blocks, where any are chosen."""
+    if all(selector.reads_all for selector in config.selectors):
+        return []
+    backend, refusals = config.scoring
+    least = config.controller.min_context
+    chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
+    return [
+        f"blocks scored by {backend}",
+        *(f"not chosen: {refusal}" for refusal in refusals),
+        *config.left_to_xla,
+        *chosen,
+    ]

@@ -1,0 +1,228 @@
+"""From a model's name, or a module, to what serves it: found, measured against the memory there is, and then read."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.plant import Weights
+from et_jax.errors import UsageError
+from et_jax.io.values import shown
+from et_jax.models import stacks
+from et_jax.models.calibration import Calibration, equal_heads, keep_calibration, read_calibration
+from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
+from et_jax.models.checkpoint import load as load_checkpoint
+from et_jax.models.config import ModelConfig, ModelShape
+from et_jax.models.hub import resolve
+from et_jax.models.model import dtype_of, num_weights
+from et_jax.models.module import ModuleConfig
+from et_jax.models.module_reading import read_module
+from et_jax.serve.config import PROGRAMS, EngineConfig
+from et_jax.serve.loading import calibrating
+from et_jax.serve.loading.sizing import decoder_config, lacks_sensitivity
+from et_jax.serve.memory.device_memory import num_sharing, usable_memory
+from et_jax.serve.memory.preflight import Plan, plan
+from et_jax.serve.programs.compilation import default_folder, keep_programs
+from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
+from et_jax.types import replace
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
+
+    `weights` are those of the models beside it too, of the configurations `others`. `remarks` are sentences on what the
+    files were taken for.
+    """
+
+    config: DecoderConfig
+    weights: Weights
+    others: tuple[ModelShape, ...]
+    tokenizer: Tokenizer
+    plan: Plan
+    remarks: tuple[str, ...] = ()
+
+
+def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
+    """Return what `settings` name, read; `tell` is told what is going on.
+
+    Remarks on the files are logged as warnings. Raises UsageError where a name, a file or a folder cannot be used, or
+    where not all of it would fit; that is found out before a weight is kept.
+    """
+
+    def fit(folder: Path, model: ModelConfig | None = None) -> Plan:
+        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
+        dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
+        wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
+        memory = usable_memory(settings.memory_fraction)
+        return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
+
+    _keep_programs(settings.compilation_cache, tell)
+    beside = {name: resolve(name) for name in settings.others}
+    others = tuple(map(read_model, beside.values()))
+    tell(f"loading {settings.name}")
+    folder = resolve(settings.name, fit)
+    model = read_model(folder)
+    check_weights(folder, model)
+    fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
+    _check_others(settings, beside, others, model, tokenizer, tell)
+    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others) + _unmeasured(settings)
+    calibration = read_calibration(folder, model) if settings.measures else equal_heads(model)
+    sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
+    if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
+        calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
+    dtype = dtype_of(params)
+    config = sizes(dtype, calibration=calibration)
+    weights = params, *_others(beside, dtype, settings.quantize, tell)
+    return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
+
+
+def opened_module(
+    settings: EngineConfig, module: Any, config: Any, tokenizer: Any, tell: Callable[[str], None]
+) -> Opened:
+    """Return a module of the caller's own, looked at, with all that `settings` name besides it.
+
+    Raises UsageError where it cannot be served, has another vocabulary than the tokenizer, or would not fit.
+    """
+    if not isinstance(config, ModuleConfig):
+        raise UsageError(f"config is {shown(config)}; give a ModuleConfig(max_positions=...) with a module.")
+    if settings.dtype != "auto":
+        raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
+    if settings.quantize is not None:
+        raise UsageError(f"quantize is {settings.quantize}; leave it out, for a module's weights are run as they are.")
+    _keep_programs(settings.compilation_cache, tell)
+    found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
+    beside = {name: resolve(name) for name in settings.others}
+    others = tuple(map(read_model, beside.values()))
+    tell(f"looking at {settings.name}")
+    model, weights = read_module(module, config)
+    if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
+        raise UsageError(
+            f"{settings.name} has a vocabulary of {model.vocab_size} tokens and the tokenizer one of {most + 1}; give "
+            "the tokenizer that it was trained with."
+        )
+    for name, token in [("bos_token_id", found.bos_id), *(("eos_token_ids", token) for token in found.eos_ids)]:
+        if token is not None and token >= model.vocab_size:
+            raise UsageError(
+                f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
+                f"ModuleConfig({name}=...) of its own."
+            )
+    _check_others(settings, beside, others, model, found, tell)
+    calibration = config.calibration if settings.measures else equal_heads(model)
+    sizes = partial(decoder_config, settings, model, model.dtype, calibration=calibration, others=others)
+    memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
+    fitting = plan(sizes(), memory, num_pages=settings.num_pages, replicas=replicas)
+    served = sizes(num_pages=fitting.num_pages)
+    if lacks_sensitivity(served):
+        began = time.perf_counter()
+        measured, _ = calibrating.measured_at_load(settings.name, model, weights, found, tell)
+        served = replace(served, calibration=replace(calibration, sensitivity=measured.sensitivity))
+        tell(f"measured in {time.perf_counter() - began:.0f} s, for this run; ModuleConfig(calibration=...) keeps it.")
+    said = _remarked_beside(beside, others) + _unmeasured(settings)
+    every = weights, *_others(beside, model.dtype, None, tell)
+    return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
+
+
+def _measured(
+    settings: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    known: Calibration,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> Calibration:
+    """What is `known` of a model with its sensitivity to each head, measured here and kept for the next time."""
+    began = time.perf_counter()
+    params = calibrating.floats(folder, model, settings.dtype, usable_memory(settings.memory_fraction))
+    found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, tell)
+    try:
+        kept = f"kept in {keep_calibration(folder, found, facts)}"
+    except UsageError as error:
+        kept = f"not kept: {error}"
+    tell(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {kept}".rstrip(".") + ".")
+    return replace(known, sensitivity=found.sensitivity)
+
+
+def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str) -> tuple[str, ...]:
+    """Return the remarks on the files of models, which are logged as warnings."""
+    pairs = zip(folders, models, strict=True)
+    said = tuple(remark for folder, model in pairs for remark in remarks(folder, model, dtype))
+    for remark in said:
+        _LOG.warning(remark)
+    return said
+
+
+def _remarked_beside(beside: Mapping[str, Path], others: Sequence[ModelConfig]) -> tuple[str, ...]:
+    """Those on the models beside the first, which have its dtype, whatever their own is."""
+    return _remarked(beside.values(), others, "float32")
+
+
+def _unmeasured(settings: EngineConfig) -> tuple[str, ...]:
+    """A remark where nothing that was measured is to count, which is logged as a warning."""
+    if settings.measures:
+        return ()
+    remark = f"{settings.name}: with calibration none all heads count alike, and entropies are taken at temperature 1."
+    _LOG.warning(remark)
+    return (remark,)
+
+
+def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
+    """The weights of the models beside the first, by their names and folders."""
+    weights = []
+    for name, folder in beside.items():
+        tell(f"loading {name}, the small model")
+        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize, stacked=_stacked())[1])
+    return tuple(weights)
+
+
+def _stacked() -> bool:
+    """Whether the layers of what is loaded are stacked, as `decoder_config` has it."""
+    return stacks.stacked_on(jax.default_backend())
+
+
+def _check_others(
+    settings: EngineConfig,
+    beside: dict[str, Path],
+    others: Sequence[ModelConfig],
+    model: ModelShape,
+    tokenizer: Tokenizer,
+    tell: Callable[[str], None],
+) -> None:
+    """Raise UsageError where a model beside the first has other tokens; tell where it is no smaller."""
+    for (name, folder), other in zip(beside.items(), others, strict=True):
+        check_weights(folder, other)
+        if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
+            raise UsageError(
+                f"{name} and {settings.name} have different tokenizers; take a small model that has that of the other."
+            )
+        if num_weights(other) >= num_weights(model):
+            tell(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
+
+
+def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:
+    """Keep compiled programs in a folder; the default one alone may be missing, or one that cannot be written."""
+    if folder is None:
+        return
+    if folder != PROGRAMS:
+        if problem := keep_programs(Path(folder)):
+            raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
+        return
+    try:
+        own = default_folder()
+        problem = keep_programs(own)
+    except UsageError as error:
+        tell(f"compiled programs are not kept: {error}")
+    else:
+        if problem is not None:
+            tell(f"compiled programs are not kept: {own}, {problem}")

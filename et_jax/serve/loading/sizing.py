@@ -1,0 +1,233 @@
+"""From what a caller asks of a model to the configuration of its decoder, every size checked."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax.typing import DTypeLike
+
+from et_jax.control.budget import Budget
+from et_jax.control.compression import Compression, named
+from et_jax.control.controller import Controller
+from et_jax.decode import compat
+from et_jax.decode.backends import serving_backend
+from et_jax.decode.cache.eight_bits import dtype_named
+from et_jax.decode.cache.kv import token_bytes
+from et_jax.decode.config import DecoderConfig, Keep
+from et_jax.decode.drafting.drafts import ReadSizes
+from et_jax.errors import UsageError
+from et_jax.io.schema import MAX_EOS_IDS
+from et_jax.models import stacks
+from et_jax.models.calibration import Calibration
+from et_jax.models.config import ModelShape
+from et_jax.models.model import num_weights, weight_bytes
+from et_jax.models.module import ModuleModel
+from et_jax.serve.config import AUTO, EngineConfig
+from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
+from et_jax.types import replace
+
+DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
+_MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
+_CHUNK = {"cpu": 16}  # tokens of a prompt in one row; elsewhere 128, enough for a tile of queries
+_MAX_STEPS = 32  # tokens the device may produce before the host looks at them
+
+
+def decoder_config(
+    settings: EngineConfig,
+    model: ModelShape,
+    dtype: DTypeLike,
+    *,
+    num_pages: int | None = None,
+    calibration: Calibration | None = None,
+    others: tuple[ModelShape, ...] = (),
+) -> DecoderConfig:
+    """Return the decoder of a model, whose weights are of `dtype`, under these settings, with `others` beside it.
+
+    The cache is of that dtype too, unless the settings name another. Without `num_pages`, as the settings ask for or as
+    fit, every resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot
+    work.
+    """
+    num_pages = settings.num_pages if num_pages is None else num_pages
+    length = model.max_positions if settings.max_model_len is None else settings.max_model_len
+    if not 2 <= length <= model.max_positions:
+        raise UsageError(
+            f"max_model_len is {length}; {settings.name} was made for {model.max_positions} tokens, "
+            "so choose from 2 to that."
+        )
+    platform = jax.default_backend()
+    page_size = settings.page_size or DEFAULT_PAGE_SIZE.get(platform, 64)
+    if num_pages is not None and num_pages < 2:
+        raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
+    batch = max(2, settings.max_num_seqs)  # one row alone is another program to the compiler, and a slower one
+    num_slots = settings.max_resident_seqs or batch
+    if num_slots < batch:
+        raise UsageError(
+            f"max_resident_seqs is {num_slots}; it must be at least the {batch} sequences that a step serves."
+        )
+    chunk, prefill_batch = _prefill_sizes(settings, length, page_size, None)
+    everything = num_slots * -(-length // page_size) + 1
+    cache_dtype = dtype if settings.cache_dtype == AUTO else dtype_named(settings.cache_dtype)
+    plain = DecoderConfig(
+        model=model.reading(length),
+        num_slots=num_slots,
+        batch=batch,
+        page_size=page_size,
+        num_pages=everything if num_pages is None else num_pages,
+        max_length=length,
+        prefill_batch=prefill_batch,
+        chunk=chunk,
+        max_steps=_MAX_STEPS,
+        cache_dtype=cache_dtype,
+        backend=settings.backend or serving_backend(model, page_size, dtype, cache_dtype)[0],
+        dtype=dtype,
+        quantize=settings.quantize,
+        num_logprobs=MAX_LOGPROBS,
+        num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
+        penalties=True,
+        calibration=calibration or Calibration(),
+        compression=_compression(settings, model, page_size),
+        tell_reads=settings.tell_reads,
+        stacked=stacks.stacked_on(platform),
+    )
+    return beside(settings, plain, settings.laws, others, for_one_call=False)
+
+
+def beside(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    laws: Controller,
+    others: tuple[ModelShape, ...],
+    keep: frozenset[Keep] = frozenset(),
+    *,
+    for_one_call: bool = True,
+) -> DecoderConfig:
+    """Return the configuration under other laws, with what they and the settings have run with the model.
+
+    That is one of `others` that takes turns with it, where the laws have a switch; else drafts, where those are asked
+    for. Raises UsageError where the laws do not go with the settings, or another model does not fit this one.
+    """
+    chunk, prefill_batch = config.chunk, config.prefill_batch
+    if laws.budget is not None or config.controller.budget is not None:
+        chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
+    alone = partial(replace, config, draft=None, others=(), lazy=False, audit=False, keep=keep)
+    alone = partial(alone, controller=laws, chunk=chunk, prefill_batch=prefill_batch)
+    _check(settings, config, laws, keep, lambda: alone().steers_reading, for_one_call)
+    for name, other in zip(settings.others, others, strict=True):
+        _check_beside(name, other, config)
+    others = tuple(other.reading(config.max_length) for other in others)
+    if laws.switch is not None:
+        return alone(others=others, lazy=settings.lazy_prefill, audit=settings.audit)
+    costs = [num_weights(other) / num_weights(config.model) for other in others]
+    drafting = settings.drafting(config.batch, read_sizes(alone()), *costs)
+    drafters = others if settings.draft_model else ()
+    return alone(draft=drafting, others=drafters, audit=settings.audit and laws.budget is not None)
+
+
+def read_sizes(config: DecoderConfig) -> ReadSizes:
+    """Return what a step of a decoder reads, by which lengths of drafts are chosen."""
+    model, plant = config.model, config.plants[0]
+    layers = [(model.softmax(index), not one.reads_all) for index, one in enumerate(config.selectors)]
+    return ReadSizes(
+        weights=weight_bytes(model, config.weights_dtype, config.quantize),
+        token=plant.all_kv_heads * token_bytes(model.head_dim, config.cache_dtype),
+        layers=model.num_layers,
+        together=all(plant.reads_together(softmax, chosen=chosen) for softmax, chosen in layers),
+    )
+
+
+def _check(
+    settings: EngineConfig,
+    config: DecoderConfig,
+    laws: Controller,
+    keep: frozenset[Keep],
+    steers: Callable[[], bool],
+    for_one_call: bool,
+) -> None:
+    """Raise UsageError where the settings, the sizes that they come to and the laws do not go together."""
+    layout = config.layout
+    case = settings.case(
+        laws,
+        steers=steers,
+        num_layers=config.model.num_layers,
+        mixture=config.model.experts is not None,
+        needs=keep,
+        room=None if layout is None else layout.region * config.page_size,
+        length=config.max_length,
+    )
+    compat.check(case, for_one_call=for_one_call)
+
+
+def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: Budget | None) -> tuple[int, int]:
+    """The tokens of a prompt in one row of prefill, a segment under a budget, and those of all rows of a call.
+
+    Raises UsageError for a budget of less than a block.
+    """
+    platform = jax.default_backend()
+    few = 128 if settings.max_num_seqs >= _MANY else 64
+    prefill_batch = settings.prefill_batch or (few if platform == "cpu" else 512)
+    prefill_batch = _multiple(min(prefill_batch, length), page_size)
+    chunk = _multiple(min(_CHUNK.get(platform, 128), prefill_batch), page_size)
+    if budget is not None:
+        if 0 < budget.fewest_tokens < page_size:
+            raise UsageError(
+                f"A prefill budget of {budget.fewest_tokens} tokens is less than a block of {page_size}; "
+                "choose a larger one."
+            )
+        chunk = _multiple(budget.segment, page_size)
+    return chunk, _multiple(prefill_batch, chunk)
+
+
+def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:
+    """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again.
+
+    But "snapkv" ranks by the queries of the prompt alone, so it is done once.
+    """
+    asked = settings.cache_budget
+    if asked is None:
+        return None
+    widest = max((window for window in model.windows if window is not None), default=0)
+    budget, window = (asked.budget, asked.window) if isinstance(asked, Compression) else (asked, Compression.window)
+    if budget % page_size or budget <= window or budget < widest:
+        sliding = f" and hold the sliding window of {widest} tokens" if widest else ""
+        raise UsageError(
+            f"cache_budget is {budget}; it must be a multiple of page_size, {page_size}, above {window}{sliding}."
+        )
+    if isinstance(asked, Compression):
+        return asked
+    return named(settings.policy, budget, every=0 if settings.policy == "snapkv" else max(1, budget // 4))
+
+
+def _check_beside(name: str, other: ModelShape, config: DecoderConfig) -> None:
+    if other.vocab_size != config.model.vocab_size:
+        raise UsageError(
+            f"{name} has a vocabulary of {other.vocab_size} tokens and the model one of {config.model.vocab_size}; "
+            "take a small model of the same vocabulary."
+        )
+    if other.max_positions < config.max_length:
+        raise UsageError(
+            f"{name}, the small model, was made for {other.max_positions} tokens and max_model_len is "
+            f"{config.max_length}; lower that, or take another model."
+        )
+
+
+def lacks_sensitivity(config: DecoderConfig) -> bool:
+    """Return whether the controller chooses blocks by a sensitivity of heads that was not measured."""
+    needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
+    chooses = config.may_choose(config.controller)
+    return "sensitivity" in needed and chooses and config.calibration.sensitivity is None
+
+
+def check_measured(name: str, config: DecoderConfig) -> None:
+    """Raise UsageError where the controller goes by what was not measured of the model."""
+    if lacks_sensitivity(config):
+        own = isinstance(config.model, ModuleModel)
+        command = "" if own else f", run python -m et_jax.calibrate --model {name}"
+        raise UsageError(
+            f"{name} has no measured sensitivity of its heads, which this control goes by; load it under this control, "
+            f"which measures it{command}, or choose certified."
+        )
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit

@@ -1,0 +1,232 @@
+"""What a decoder will need, before a weight is read: bytes of weights, pages, state and a step, and what fits.
+
+All of it follows from the configuration. Weights, pages and state are counted from shapes; only the
+temporaries of a step are an estimate, see `step_bytes`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from et_jax.decode.cache.kv import token_bytes
+from et_jax.decode.config import DecoderConfig
+from et_jax.decode.state import empty
+from et_jax.errors import UsageError
+from et_jax.models.model import token_numbers, weight_bytes
+from et_jax.models.module import ModuleModel
+from et_jax.pallas.checks import EIGHT_BITS, wider
+from et_jax.pallas.paged_attention import api as paged_attention
+from et_jax.pallas.paged_prefill import api as paged_prefill
+from et_jax.types import replace
+
+# Float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2.
+_STEP_LOGITS, _DRAFT_LOGITS, _PREFILL_LOGITS = 10, 3, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Bytes by what they are for, and the pages of the cache that fit.
+
+    `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
+    besides its pages; `step` what a step needs while it runs. `memory` may be used in all. With
+    `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
+    `replicas` of a device has state, step and cache of its own.
+    """
+
+    weights: int
+    page: int
+    state: int
+    step: int
+    memory: int
+    wanted_pages: int
+    num_pages: int
+    replicas: int = 1
+
+    @property
+    def cache(self) -> int:
+        """Bytes of a whole cache."""
+        return self.num_pages * self.page
+
+    @property
+    def total(self) -> int:
+        """Bytes of everything."""
+        return self.weights + self.replicas * (self.state + self.step + self.cache)
+
+    def table(self) -> list[str]:
+        """Return lines for a person."""
+        short = "" if self.num_pages >= self.wanted_pages else f", of {self.wanted_pages} for every sequence at once"
+        shared = "" if self.replicas == 1 else f"with {self.replicas} replicas, "
+        rows = [
+            ("weights", self.weights, ""),
+            ("cache", self.cache, f"{self.num_pages} pages of {size_text(self.page)}{short}"),
+            ("state", self.state, ""),
+            ("step", self.step, "estimated"),
+            ("in all", self.total, f"{shared}of {size_text(self.memory)} that may be used"),
+        ]
+        return [f"{name:8} {size_text(size):>10}  {note}".rstrip() for name, size, note in rows]
+
+
+def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
+    """Return what decoders of this configuration need in `memory` bytes that they share.
+
+    `num_pages` None gives the cache all the pages it wants, or as many as fit; `config.num_pages` is not
+    read. Raises UsageError, saying what would fit, where not even one sequence of full length would.
+    """
+    found = _measure(config, memory, num_pages, replicas)
+    if found.total > memory:
+        raise UsageError(_refusal(config, found, num_pages))
+    return found
+
+
+def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
+    """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
+    dtype, quantize = config.weights_dtype, config.quantize
+    weights, step = sum(weight_bytes(model, dtype, quantize) for model in config.models), step_bytes(config)
+    page, state = decoder_bytes(config)
+    wanted = config.num_slots * config.blocks_per_slot + 1
+    if num_pages is None:
+        fitting = ((memory - weights) // replicas - state - step) // page
+        num_pages = max(min(wanted, fitting), config.blocks_per_slot + 1)
+    return Plan(
+        weights=weights,
+        page=page,
+        state=state,
+        step=step,
+        memory=memory,
+        wanted_pages=wanted,
+        num_pages=num_pages,
+        replicas=replicas,
+    )
+
+
+def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
+    """Return what one more page adds to a decoder's state, and what the state holds besides its pages."""
+    three, five = (_state_bytes(replace(config, num_pages=number)) for number in (3, 5))  # odd: padded alike, if at all
+    page = (five - three) // 2
+    return page, three - 3 * page
+
+
+def _state_bytes(config: DecoderConfig) -> int:
+    leaves = jax.tree.leaves(jax.eval_shape(partial(empty, config)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def step_bytes(config: DecoderConfig) -> int:
+    """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
+
+    In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
+    cache keeps surprisals; for each token what a layer holds (`token_numbers`), and two of queries, keys and values;
+    four numbers per row, query head and block for a choice of blocks. Beside them what attention sets aside, as its
+    kernels tell. A compression, where there is one, runs between steps.
+    """
+    c, rows = config.model, _most_rows(config)
+    tokens = max(rows, config.prefill_batch)
+    of_step = _STEP_LOGITS * config.batch + _DRAFT_LOGITS * (rows - config.batch)
+    logits = c.vocab_size * max(of_step, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps))
+    heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    token = token_numbers(c) + heads
+    choice = 4 * rows * c.num_heads * config.blocks_per_slot
+    step = 4 * (logits + tokens * token + choice) + _attention_bytes(config)
+    return max(step, _compression_bytes(config))
+
+
+def _compression_bytes(config: DecoderConfig) -> int:
+    """Return what a compression sets aside: a layer's tokens of a slot twice, all regions, a head's scores thrice."""
+    how, layout, c = config.compression, config.layout, config.model
+    if how is None or layout is None:
+        return 0
+    tokens, kept = config.blocks_per_slot * config.page_size, c.num_layers * layout.region * config.page_size
+    token = c.num_kv_heads * token_bytes(c.head_dim, config.cache_dtype)
+    return token * (2 * tokens + kept) + 4 * 3 * how.window * c.group_size * tokens
+
+
+def _attention_bytes(config: DecoderConfig) -> int:
+    """Return what attention sets aside in a step or in a chunk of prefill, the larger of each kind."""
+    c = config.model
+    shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
+    shape |= {"page_size": config.page_size}
+    dtype = wider(config.weights_dtype, config.cache_dtype)
+    decoding = paged_attention.workspace(rows=_most_rows(config), **shape, dtype=dtype)
+    prefill = paged_prefill.workspace(rows=config.prefill_batch // config.chunk, chunk=config.chunk, **shape)
+    return max(decoding.scores, prefill.scores) + max(decoding.gathered, prefill.gathered)
+
+
+def _most_rows(config: DecoderConfig) -> int:
+    """Return the rows of a step, those of drafted tokens included."""
+    return config.batch if config.draft is None else config.draft.widths(config.batch)[-1]
+
+
+def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
+    """Say what is needed, what there is, and the changes that would each be enough."""
+    dtype = config.quantize or jnp.dtype(config.weights_dtype).name
+    kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
+    times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
+    said = (
+        f"This needs {size_text(found.total)} and {size_text(found.memory)} may be used: "
+        f"{size_text(found.weights)} for weights in {dtype}, {size_text(found.cache)} for {kept}, "
+        f"{size_text(found.state + found.step)} for {config.num_slots} sequences at once{times}"
+    )
+    remedies = list(_remedies(config, found, num_pages)) or [
+        f"choose a model of at most {found.memory // (4 * 10**9)} billion weights in bfloat16, or a larger machine"
+    ]
+    return f"{said}; {', or '.join(remedies)}."
+
+
+def _remedies(config: DecoderConfig, found: Plan, num_pages: int | None) -> list[str]:
+    def fits(changed: DecoderConfig, pages: int | None = num_pages) -> bool:
+        return _measure(changed, found.memory, pages, found.replicas).total <= found.memory
+
+    def with_slots(number: int) -> DecoderConfig:
+        return replace(config, num_slots=number, batch=min(number, config.batch))
+
+    def with_length(number: int) -> DecoderConfig:
+        return replace(config, max_length=number)
+
+    remedies = []
+    if found.replicas > 1 and _measure(config, found.memory, num_pages, 1).total <= found.memory:
+        remedies.append("take fewer replicas")
+    if num_pages is not None and fits(config, None):
+        remedies.append(f"take num_pages {_measure(config, found.memory, None, found.replicas).num_pages}")
+    half, of_one_dtype = jnp.bfloat16, isinstance(config.model, ModuleModel)
+    if not of_one_dtype and _is_wide(config.weights_dtype) and fits(replace(config, dtype=half, cache_dtype=half)):
+        remedies.append("take bfloat16")
+    if _is_wide(config.cache_dtype) and fits(replace(config, dtype=config.weights_dtype, cache_dtype=half)):
+        remedies.append("take cache_dtype bfloat16")
+    if not of_one_dtype and config.quantize is None and fits(replace(config, quantize="int8")):
+        remedies.append("take quantize int8")
+    if jnp.dtype(config.cache_dtype) not in EIGHT_BITS and fits(
+        replace(config, dtype=config.weights_dtype, cache_dtype=jnp.int8)
+    ):
+        remedies.append("take cache_dtype int8")
+    if fits(with_slots(2)):
+        remedies.append(f"take max_num_seqs {_largest(lambda n: fits(with_slots(n)), 2, config.num_slots)}")
+    if num_pages is None and fits(with_length(config.prefill_batch)):
+        remedies.append(
+            f"take max_model_len {_largest(lambda n: fits(with_length(n)), config.prefill_batch, config.max_length)}"
+        )
+    return remedies
+
+
+def _is_wide(dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype).itemsize > 2
+
+
+def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number that fits, where `low` does, `high` does not, and all above one that does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for a person, in powers of ten."""
+    for unit, one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(size) >= one:
+            return f"{size / one:.1f} {unit}"
+    return f"{size} bytes"
