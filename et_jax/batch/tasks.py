@@ -230,6 +230,13 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in body.items() if value is not None}, chat
 
 
+def _biases(given: Any) -> dict[int, float]:
+    """The biases of a line, whose token ids JSON writes as texts."""
+    if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 10 for token in given):
+        raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
+    return {int(token): bias for token, bias in given.items()}
+
+
 def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and all(type(token) is int for token in prompt):
@@ -291,7 +298,9 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         if len(ids) > MAX_STOP_IDS:
             raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
-    given |= {name: body[name] for name in ("logit_bias", "allowed_token_ids", "bad_words") if name in body}
+    given |= {name: body[name] for name in ("allowed_token_ids", "bad_words") if name in body}
+    if "logit_bias" in body:
+        given["logit_bias"] = _biases(body["logit_bias"])
     given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
     wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
     return dataclasses.replace(defaults, **given), wants_logprobs

@@ -86,7 +86,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int = 0
     min_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
 
@@ -144,8 +144,6 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
         raise UsageError(f"logit_bias holds {len(given)} tokens; it may hold {MOST_BIASED} at most.")
     found = {}
     for token, bias in given.items():
-        if isinstance(token, str) and token.isdecimal() and len(token) < 10:  # as JSON writes a number that is a key
-            token = int(token)
         [token] = values.ids("logit_bias", [token], "a mapping of token ids")
         number = values.number(f"logit_bias[{token}]", bias)
         if not abs(number) <= MAX_PENALTY:

@@ -135,7 +135,7 @@ def test_a_donated_state_is_refused(tmp_path):
 def test_a_full_disk_leaves_nothing(tmp_path):
     """The limit on a file's size stands for the disk."""
     code = (
-        "import resource, jax.numpy as jnp; from et_jax.decode import snapshots\n"
+        "import resource, jax.numpy as jnp; from et_jax.decode.cache import snapshots\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
         f"try: snapshots.save({str(tmp_path / 'tree')!r}, {{'a': jnp.arange(100_000.0)}})\n"
         "except ValueError as error: print(type(error).__name__, error)\n"
