@@ -230,7 +230,7 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in body.items() if value is not None}, chat
 
 
-def _biases(given: Any) -> dict[int, float]:
+def _biases(given: Any) -> dict[int, Any]:
     """The biases of a line, whose token ids JSON writes as texts."""
     if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 10 for token in given):
         raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
