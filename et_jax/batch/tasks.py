@@ -230,11 +230,12 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in body.items() if value is not None}, chat
 
 
-def _biases(given: Any) -> dict[int, Any]:
+def _biases(given: Any) -> dict[int, float]:
     """The biases of a line, whose token ids JSON writes as texts."""
-    if not isinstance(given, dict) or not all(token.isdecimal() and len(token) < 10 for token in given):
+    fine = isinstance(given, dict) and all(token.isdecimal() and len(token) < 10 for token in given)
+    if not fine or not all(type(bias) in (int, float) for bias in given.values()):
         raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
-    return {int(token): bias for token, bias in given.items()}
+    return {int(token): float(bias) for token, bias in given.items()}
 
 
 def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:

@@ -104,7 +104,7 @@ REFUSED = [
     ({"prompt": "a", "tolerance": 0.1}, 'a number of the controller; write it as "control": {"tolerance": ...}.'),
     ({"prompt": "a", "logit_bias": {"x": 1}}, "it must map token ids to numbers"),
     ({"prompt": "a", "logit_bias": [5]}, "logit_bias is [5]; it must map token ids to numbers"),
-    ({"prompt": "a", "logit_bias": {"5": "x"}}, "logit_bias[5] is"),
+    ({"prompt": "a", "logit_bias": {"5": "x"}}, "it must map token ids to numbers"),
     ({"prompt": "a", "bad_words": "x"}, 'bad_words is "x"; it must be a list of texts'),
     ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens is 9; it must be at most max_tokens, 3."),
 ]
