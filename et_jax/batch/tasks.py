@@ -230,6 +230,12 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in body.items() if value is not None}, chat
 
 
+def _listed(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> tuple[Any, ...]:
+    if not isinstance(body[name], list) or not all(type(one) is kind for one in body[name]):
+        raise UsageError(f"{name} is {shown(body[name])}; it must be a list of {wanted}.")
+    return tuple(body[name])
+
+
 def _biases(given: Any) -> dict[int, float]:
     """The biases of a line, whose token ids JSON writes as texts."""
     fine = isinstance(given, dict) and all(token.isdecimal() and len(token) < 10 for token in given)
@@ -299,7 +305,9 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         if len(ids) > MAX_STOP_IDS:
             raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
-    given |= {name: body[name] for name in ("allowed_token_ids", "bad_words") if name in body}
+    for name, kind, wanted in (("allowed_token_ids", int, "token ids"), ("bad_words", str, "texts")):
+        if name in body:
+            given[name] = _listed(body, name, kind, wanted)
     if "logit_bias" in body:
         given["logit_bias"] = _biases(body["logit_bias"])
     given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
