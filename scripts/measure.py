@@ -52,7 +52,7 @@ def write_tables() -> None:
     for name in names():
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
         if experiment.document is not None and (runs := runs_of(path)):
-            tables.insert(tables.DOCS / experiment.document, name, tables.part(name, experiment, runs))
+            tables.insert(tables.DOCS / experiment.document, name, tables.illustrated(name, experiment, runs))
             print(f"{name}: docs/{experiment.document}")
     if report.write():
         print("bench_chip: docs/evidence.md")

@@ -132,3 +132,4 @@ def groups(settings: Settings) -> Iterator[Group]:
 
 
 DOCUMENT = "evidence.md"
+PLOT = ("share_bytes", "divergence")

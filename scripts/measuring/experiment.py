@@ -59,13 +59,17 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A question, and how it is answered. `document` is the file of docs/ that shows the table."""
+    """A question, and how it is answered. `document` is the file of docs/ that shows the table.
+
+    `plot` names the figures that a picture shows, one over the other, of the groups that have both.
+    """
 
     question: str
     settings: type["Base"]
     groups: Callable[[Any], Iterator[Group]]
     figures: Mapping[str, Figure]
     document: str | None = None
+    plot: tuple[str, str] | None = None
 
 
 def grouped(
@@ -189,6 +193,5 @@ def load_experiment(name: str) -> Experiment:
         raise UsageError(f"There is no experiment {name}; choose one of {', '.join(names())}.")
     found = importlib.import_module(f"scripts.experiments.{name}")
     question, document = str(found.__doc__).splitlines()[0], getattr(found, "DOCUMENT", None)
-    return Experiment(
-        question=question, settings=found.Settings, groups=found.groups, figures=found.FIGURES, document=document
-    )
+    known = {"question": question, "document": document, "plot": getattr(found, "PLOT", None)}
+    return Experiment(settings=found.Settings, groups=found.groups, figures=found.FIGURES, **known)

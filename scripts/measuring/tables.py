@@ -10,6 +10,7 @@ import numpy as np
 from et_jax.io.files import replace_file
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
+from scripts.measuring.plots import draw, is_drawn
 from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
@@ -108,8 +109,25 @@ def _words(value: Any) -> str:
 
 
 def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a document shows of an experiment."""
+    """Return the tables of runs."""
     return "\n\n".join(f"{origin(name, run)}\n\n{shown(experiment, run)}" for run in runs)
+
+
+def illustrated(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return what a document shows of runs: pictures, which are drawn anew, and tables of what no picture shows."""
+    said = []
+    for number, run in enumerate(runs):
+        listed = [group for group in run["groups"] if not is_drawn(experiment, group)]
+        said.append(origin(name, run))
+        if len(listed) < len(run["groups"]):
+            picture = (
+                f"figures/{name}-{run['settings'].get('model', number)}-{run['settings'].get('length', number)}.png"
+            )
+            draw(experiment, run, DOCS / picture)
+            said.append(f"![{experiment.question}]({picture})")
+        if listed:
+            said.append(shown(experiment, {**run, "groups": listed}))
+    return "\n\n".join(said)
 
 
 def insert(document: Path, name: str, text: str) -> None:
