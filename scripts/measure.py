@@ -17,7 +17,7 @@ from pathlib import Path
 
 from et_jax.errors import UsageError
 from scripts.chip import report
-from scripts.measuring import tables
+from scripts.measuring import plots, tables
 from scripts.measuring.experiment import Experiment, add_flags, load_experiment, names, settings_of
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.runner import run, runs_of
@@ -53,6 +53,8 @@ def write_tables() -> None:
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
         if experiment.document is not None and (runs := runs_of(path)):
             tables.insert(tables.DOCS / experiment.document, name, tables.illustrated(name, experiment, runs))
+            for run, place in tables.pictures(name, experiment, runs):
+                plots.draw(experiment, run, tables.DOCS / place)
             print(f"{name}: docs/{experiment.document}")
     if report.write():
         print("bench_chip: docs/evidence.md")

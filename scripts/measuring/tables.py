@@ -10,7 +10,7 @@ import numpy as np
 from et_jax.io.files import replace_file
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
-from scripts.measuring.plots import draw, is_drawn
+from scripts.measuring.plots import is_drawn
 from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
@@ -114,20 +114,28 @@ def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -
 
 
 def illustrated(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return what a document shows of runs: pictures, which are drawn anew, and tables of what no picture shows."""
+    """Return what a document shows of runs: pictures, and tables of what no picture shows."""
+    drawn = {place: run for run, place in pictures(name, experiment, runs)}
     said = []
-    for number, run in enumerate(runs):
-        listed = [group for group in run["groups"] if not is_drawn(experiment, group)]
+    for run in runs:
         said.append(origin(name, run))
-        if len(listed) < len(run["groups"]):
-            picture = (
-                f"figures/{name}-{run['settings'].get('model', number)}-{run['settings'].get('length', number)}.png"
-            )
-            draw(experiment, run, DOCS / picture)
-            said.append(f"![{experiment.question}]({picture})")
+        said += [f"![{experiment.question}]({place})" for place, one in drawn.items() if one is run]
+        listed = [group for group in run["groups"] if not is_drawn(experiment, group)]
         if listed:
             said.append(shown(experiment, {**run, "groups": listed}))
     return "\n\n".join(said)
+
+
+def pictures(
+    name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], str]]:
+    """Return the runs that have a picture, with its file in docs/."""
+    found = []
+    for run in runs:
+        if any(is_drawn(experiment, group) for group in run["groups"]):
+            of = "-".join(str(run["settings"][one]) for one in ("model", "length") if one in run["settings"])
+            found.append((run, f"figures/{name}-{of}.png"))
+    return found
 
 
 def insert(document: Path, name: str, text: str) -> None:
