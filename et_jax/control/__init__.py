@@ -6,7 +6,7 @@ view, bounds, contribution, selector, select, expected_error, bisect     which b
 compression, policies          when a cache is compressed and to what; which of its entries are kept
 head_tolerance                 how much of its attention each query head may leave unread
 experts                        how many of a mixture's experts a token goes to
-draft                          how many tokens a step drafts for a sequence
+draft, draft_speed             how many tokens a step drafts for a sequence; laws that go by the expected speed
 switch                         which of two models speaks
 segment, budget                what of a prompt is seen, and read, segment by segment
 controller                     laws put together

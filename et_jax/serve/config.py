@@ -7,13 +7,7 @@ from typing import Any
 
 from et_jax.control.compression import Compression
 from et_jax.control.controller import Controller
-from et_jax.control.draft import (
-    MOST_DRAFTED,
-    DraftLength,
-    EntropyLength,
-    FixedLength,
-    StopEntropy,
-)
+from et_jax.control.draft import MOST_DRAFTED, DraftLength, EntropyLength, FixedLength, StopEntropy
 from et_jax.control.experts import RULES, SHARES, ExpertRule
 from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset

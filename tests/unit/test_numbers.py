@@ -20,7 +20,18 @@ import pytest
 import et_jax.control
 from et_jax import evaluate, generate
 from et_jax.cli import command
-from et_jax.control import budget, clock, draft, guards, priority, select, smoothing, temperature_rules, tolerance
+from et_jax.control import (
+    budget,
+    clock,
+    draft,
+    draft_speed,
+    guards,
+    priority,
+    select,
+    smoothing,
+    temperature_rules,
+    tolerance,
+)
 from et_jax.control.base import as_value, chain
 from et_jax.control.compression import Compression
 from et_jax.control.head_tolerance import AttentionEntropy
@@ -88,7 +99,7 @@ EXAMPLES = [
     temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
     tolerance.Shuffled(np.zeros((2, 3))),
     budget.CertifiedBudget(),
-    draft.RooflineLength(
+    draft_speed.RooflineLength(
         times=draft.StepTimes(plain=1.0, plain_cached=0.1, drafted=0.5, drafted_cached=0.1, row=0.1, row_cached=0.0)
     ),
 ]

@@ -9,20 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from et_jax.control.draft import (
-    MOST_DRAFTED,
-    ON_CPUS,
-    ON_GPUS,
-    ON_TPUS,
-    SHORT,
-    AcceptanceLength,
-    Costs,
-    DraftLength,
-    DraftState,
-    RooflineLength,
-    StepTimes,
-    started,
-)
+from et_jax.control.draft import MOST_DRAFTED, SHORT, DraftLength, DraftState, StepTimes, started
+from et_jax.control.draft_speed import ON_CPUS, ON_GPUS, ON_TPUS, AcceptanceLength, Costs, RooflineLength
 from et_jax.decode.rows import Rows
 from et_jax.decode.work import Work
 from et_jax.types import pytree, replace

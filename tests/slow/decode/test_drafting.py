@@ -17,7 +17,8 @@ from small_model import MODEL as OF_TWO_LAYERS
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
-from et_jax.control.draft import AcceptanceLength, FixedLength, StopEntropy
+from et_jax.control.draft import FixedLength, StopEntropy
+from et_jax.control.draft_speed import AcceptanceLength
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.select import Certified, PerHead, coded_bounds
 from et_jax.control.temperature import Thermostat

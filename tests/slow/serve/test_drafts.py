@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from reopened import SIZES, assert_balanced, bits, reopened
 
-from et_jax.control.draft import RooflineLength, StepTimes
+from et_jax.control.draft import StepTimes
+from et_jax.control.draft_speed import RooflineLength
 from et_jax.control.presets import preset
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.serve import engine

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from et_jax.control import draft
-from et_jax.control.draft import AcceptanceLength, EntropyLength, FixedLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import EntropyLength, FixedLength, PastDrafts, StepTimes
+from et_jax.control.draft_speed import AcceptanceLength, RooflineLength
 from et_jax.types import replace
 
 NO_ENTROPY = jnp.float32(0)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from et_jax.control.base import pack_blocks, unpack_blocks
-from et_jax.control.draft import PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import PastDrafts, StepTimes
+from et_jax.control.draft_speed import RooflineLength
 from et_jax.decode.attention.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from small_model import configuration
 
-from et_jax.control.draft import FIRST_CREDIT, AcceptanceLength, DraftLength, PastDrafts, RooflineLength, StepTimes
+from et_jax.control.draft import FIRST_CREDIT, DraftLength, PastDrafts, StepTimes
+from et_jax.control.draft_speed import AcceptanceLength, RooflineLength
 from et_jax.decode.config import Variant
 from et_jax.decode.drafting.drafts import Drafting, Pruned, lookup
 from et_jax.decode.output import StepOutput
