@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet; see --ray"
     )
+    source.add_argument("--interactive", action="store_true", help="chat on the terminal; /help shows its commands")
     source.add_argument(
         "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
     )
@@ -121,6 +122,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         _check_paths(args)
     if args.check:
         return _run_check(args)
+    if args.interactive:
+        return _run_chat(args, signals)
     if args.input is None:
         return _run_prompt(args, signals)
     return _run_ray(args, signals) if args.ray else _run_batch(args, signals)
@@ -224,6 +227,19 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             print(f"error: {completion.error}", file=sys.stderr)
             return command.FAILED
     return signals.code or (0 if all(kept) else command.FAILED)
+
+
+def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
+    from et_jax.report.conversation import Conversation, converse
+    from et_jax.report.display import Status
+    from et_jax.scope import platform
+
+    streams.check_standard_output()
+    with Status() as status:
+        model = _load(args, _engine(args, 1, _controller(args, platform())), status)
+        special = args.allow_special_tokens
+        chat = Conversation(model, _sampling(args), args.system_prompt, allow_special_tokens=special)
+    return converse(chat, signals)
 
 
 def _about(args: argparse.Namespace, model: "Model", prompt: "str | list[int]", params: "SamplingParams") -> "About":

@@ -206,6 +206,13 @@ def check_combination(args: argparse.Namespace) -> None:
     for name in ("metrics", "report"):
         if args.ray and getattr(args, name) is not None:
             raise UsageError(f"--{name} tells of one process and its output; leave it or --ray out.")
+    if args.interactive:
+        for name in ("output", "trace", "plot", "json", "no_stream", "metrics", "report"):
+            if getattr(args, name):
+                raise UsageError(f"--{name.replace('_', '-')} is not for --interactive; /save and /trace are there.")
+        if args.n != 1:
+            raise UsageError(f"--n is {args.n}; a chat has one answer to a turn.")
+        return
     if args.input is None:
         if args.system_prompt is not None and not args.chat:
             raise UsageError("--system-prompt needs --chat; without a chat template there is no place for it.")

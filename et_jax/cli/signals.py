@@ -42,6 +42,10 @@ class Signals:
         self._held = True
         return self.noted
 
+    def let_go(self) -> None:
+        """Forget a signal that was noted: the next one ends the command again."""
+        self._held, self.number = False, None
+
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
             # The main thread may be in a compiler for a minute, where no handler runs: another thread listens.

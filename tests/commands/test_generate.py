@@ -1,6 +1,5 @@
 """The command line: what it prints, and how it refuses."""
 
-import dataclasses
 import itertools
 import json
 import shutil
@@ -9,15 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
-import tokenizers
+from byte_level import byte_level_folder
 
 from et_jax.generate import main
-from et_jax.models.checkpoint import write_hugging_face
-from et_jax.models.transformer import initialise
 from et_jax.report.trace import VERSION, read_trace
-from scripts.measuring.shapes import SMALL
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -25,18 +20,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with a byte-level tokenizer, as a Hugging Face folder."""
-    path = tmp_path_factory.mktemp("model")
-    byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=257, special_tokens=["<end>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    )
-    byte_level.train_from_iterator([], trainer)
-    config = dataclasses.replace(SMALL, vocab_size=byte_level.get_vocab_size(), eos_token_ids=(0,))
-    write_hugging_face(path, config, initialise(config, jax.random.key(0)))
-    byte_level.save(str(path / "tokenizer.json"))
-    return path
+    return byte_level_folder(tmp_path_factory.mktemp("model"))
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

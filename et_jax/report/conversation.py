@@ -1,0 +1,145 @@
+"""A chat on a terminal: the turns so far, commands that begin with a slash, tokens in the colour of their entropy."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from et_jax.cli.signals import Signals
+from et_jax.errors import UsageError
+from et_jax.io.files import replace_file
+from et_jax.io.terminal import takes_escapes
+from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.model import Model
+from et_jax.serve.requests import SamplingParams
+
+_EDGES = (0.5, 1.0, 2.0, 4.0)  # nats of entropy between two colours
+_COLOURS = ("", "\x1b[38;5;185m", "\x1b[38;5;179m", "\x1b[38;5;173m", "\x1b[38;5;167m")
+_PLAIN = "\x1b[0m"
+_HELP = """/reset            forget the turns so far
+/system TEXT      begin anew with this system message
+/set NAME VALUE   change a sampling setting: /set temperature 0.7
+/trace            show entropy, varentropy and surprisal of the last answer's tokens
+/save FILE        write the turns as JSON
+/help             show this
+/quit, Ctrl-D     end; Ctrl-C stops an answer and keeps the chat"""
+
+
+def coloured(event: TokenEvent, escapes: bool) -> str:
+    """Return the text of a token, where `escapes` are understood in the colour of its entropy."""
+    if event.trace is None or not escapes:
+        return event.text
+    step = sum(event.trace.entropy >= edge for edge in _EDGES)
+    return f"{_COLOURS[step]}{event.text}{_PLAIN if step else ''}"
+
+
+class Conversation:
+    """Turns of a user and a model, whose chat template writes them.
+
+    A turn is answered from all turns before it; the prefix cache holds what was read of them. Raises UsageError for a
+    model without a template.
+    """
+
+    def __init__(
+        self, model: Model, params: SamplingParams, system_prompt: str | None, *, allow_special_tokens: bool = False
+    ) -> None:
+        self.model, self.params, self.system_prompt = model, params, system_prompt
+        self.messages: list[dict[str, str]] = []
+        self.last: Completion | None = None
+        self._special = allow_special_tokens
+        model.tokenizer.render([{"role": "user", "content": "?"}], system_prompt)
+
+    def answer(self, text: str, show: Callable[[TokenEvent], None], cancelled: Callable[[], bool]) -> None:
+        """Add a turn and its answer, which `show` receives token by token.
+
+        An answer that is `cancelled` is kept as far as it came. Raises UsageError, and adds nothing, where the turns do
+        not fit the model.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        ids = self.model.tokenizer.chat(asked, self.system_prompt, allow_special_tokens=self._special)
+        with contextlib.closing(self.model.stream([ids], self.params, cancelled=cancelled)) as events:
+            for event in events:
+                show(event)
+                self.last = event.completion or self.last
+        assert self.last is not None
+        self.messages = [*asked, {"role": "assistant", "content": self.last.text}]
+
+    def command(self, line: str) -> str:
+        """Obey a line that begins with a slash, and return what to say. Raises UsageError for what cannot be done."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name == "/reset" and not rest:
+            self.messages = []
+            return "The turns so far are forgotten."
+        if name == "/system" and rest:
+            self.model.tokenizer.render([{"role": "user", "content": "?"}], rest)
+            self.system_prompt, self.messages = rest, []
+            return "The chat begins anew with this system message."
+        if name == "/set" and len(rest.split()) == 2:
+            self.params = _changed(self.params, *rest.split())
+            return f"{rest.split()[0]} is {getattr(self.params, rest.split()[0])}."
+        if name == "/trace" and not rest:
+            return _traced(self.last)
+        if name == "/save" and rest:
+            opening = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+            replace_file(Path(rest), json.dumps([*opening, *self.messages], indent=1, ensure_ascii=False) + "\n")
+            return f"{len(self.messages)} turns are in {rest}."
+        if name == "/help" and not rest:
+            return _HELP
+        raise UsageError(f"{line} is no command; /help shows what there is.")
+
+
+def converse(conversation: Conversation, signals: Signals) -> int:
+    """Read turns from standard input until its end, and return the exit code."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited then, and come back with the arrow keys
+
+    escapes, asks = takes_escapes(sys.stdout), sys.stdin.isatty()
+
+    def show(event: TokenEvent) -> None:
+        print(coloured(event, escapes), end="", flush=True)
+
+    if asks:
+        print(f"{conversation.model.name}: /help shows the commands, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        signals.said = "interrupted"
+        try:
+            line = input("> " if asks else "").strip()
+        except EOFError:
+            return 0
+        try:
+            if line == "/quit":
+                return 0
+            if line.startswith("/"):
+                print(conversation.command(line), file=sys.stderr)
+            elif line:
+                conversation.answer(line, show, signals.hold())
+                print(flush=True)
+        except UsageError as error:
+            print(f"error: {error.on_command_line}", file=sys.stderr)
+        except OSError as error:
+            print(f"error: {error.filename or 'the file'} cannot be written ({error.strerror}).", file=sys.stderr)
+        finally:
+            signals.let_go()
+
+
+def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
+    """The settings with one of them changed, as JSON or as a text."""
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "n"]
+    if name not in names:
+        raise UsageError(f"{name} is no setting; choose one of {', '.join(names)}.")
+    try:
+        given = json.loads(value)
+    except ValueError:
+        given = value
+    return dataclasses.replace(params, **{name: tuple(given) if isinstance(given, list) else given})
+
+
+def _traced(last: Completion | None) -> str:
+    if last is None:
+        return "There is no answer yet."
+    lines = [f"{'entropy':>8}{'varentropy':>12}{'surprisal':>11}  token"]
+    lines += [f"{row.entropy:8.3f}{row.varentropy:12.3f}{row.surprisal:11.3f}  {row.text!r}" for row in last.trace]
+    return "\n".join(lines)
