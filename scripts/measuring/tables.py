@@ -83,16 +83,16 @@ _OVER = {"difference": "over the baseline", "saving": "saved of the baseline's",
 def _interval(figure: Mapping[str, Any]) -> str | None:
     if not figure:
         return None
-    value = f"{figure['value']:.4g}"
-    return value if "low" not in figure else f"{value} ({figure['low']:.4g} to {figure['high']:.4g})"
+    value = f"{figure['value']:.3g}"
+    return value if "low" not in figure else f"{value} ({figure['low']:.3g} to {figure['high']:.3g})"
 
 
 def _compared(kind: str, found: Mapping[str, Any] | None) -> str | None:
     if found is None:
         return None
     if kind == "saving":
-        return f"{found['share']:+.1%} ({found['low']:+.1%} to {found['high']:+.1%})"
-    signed = "+.4g" if kind == "difference" else ".3g"
+        return f"{found['share']:+.0%} ({found['low']:+.0%} to {found['high']:+.0%})"
+    signed = "+.3g" if kind == "difference" else ".3g"
     return f"{found['value']:{signed}} ({found['low']:{signed}} to {found['high']:{signed}})"
 
 
