@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         expert_share=args.expert_share,
         calibration=args.calibration,
     )
-    if args.prompts is None and max(lengths) > model.max_model_len:
+    if args.prompts is None and max(args.length or [0 if tasks == [SCORE] else 512]) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths, signals)
@@ -210,7 +210,7 @@ def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signa
         print(scored.line(number, found[-1]), file=out, flush=True)
     signals.hold()
     kept = args.plot is None or command.tried(lambda: scored.plot(found, Path(args.plot)))
-    kept &= command.tried(lambda: _write(args.json, {"model": args.model, "length": window, "texts": found}))
+    kept &= command.tried(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
     return signals.code or (0 if kept else command.FAILED)
 
 
@@ -248,6 +248,11 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
         raise UsageError(f"{LOSS} is asked alone, of a text named with --haystack, and draws no picture.")
     if (tasks == [SCORE]) != (args.input is not None) or (SCORE in tasks and len(tasks + lengths) > 2):
         raise UsageError(f"--input FILE and --task {SCORE} belong together, with one --length at most.")
+    if tasks == [SCORE] and lengths[0] < 2:
+        raise UsageError("--length is 1; a token is scored by one before it, so read 2 at once at least.")
+    ignored = [name for name in (*flags.EXPERTS, *flags.CACHE) if getattr(args, name) is not None]
+    if tasks == [SCORE] and ignored:
+        raise UsageError(f"--{ignored[0].replace('_', '-')} changes no score; leave it out.")
     if tasks == [SCORE] and (args.haystack is not None or args.prompts is not None or args.control != "off"):
         raise UsageError(
             f"{SCORE} reads --input alone, with dense attention; leave --haystack, --prompts and --control out."

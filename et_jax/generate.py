@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return command.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop"))
+    return command.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop", "bad_word"))
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
@@ -235,10 +235,11 @@ def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.scope import platform
 
     streams.check_standard_output()
+    params = _sampling(args)
     with Status() as status:
         model = _load(args, _engine(args, 1, _controller(args, platform())), status)
         special = args.allow_special_tokens
-        chat = Conversation(model, _sampling(args), args.system_prompt, allow_special_tokens=special)
+        chat = Conversation(model, params, args.system_prompt, allow_special_tokens=special)
     return converse(chat, signals)
 
 

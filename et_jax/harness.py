@@ -5,6 +5,7 @@
 `--model_args` are `load`'s: `model=smollm2,dtype=float32,control=certified`. Needs `pip install 'et_jax[eval]'`.
 """
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ from et_jax.errors import UsageError
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 _MOST_GENERATED = 256  # tokens of an answer, unless the task says another number
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
+_SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"n", "stop", "max_tokens", "logprobs"}
 _PARTS = 64  # texts that are scored in one call
 
 
@@ -47,6 +48,8 @@ class Harness(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text, which also stands before a text with nothing before it."""
         opening = self.tokenizer.bos_id
+        if opening is None and not self.tokenizer.eos_ids:
+            raise UsageError(f"{self.model.name} has no token that begins or ends a text; the harness needs one.")
         return self.tokenizer.eos_ids[0] if opening is None else opening
 
     @property
@@ -72,7 +75,7 @@ class Harness(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return the log-probability of every continuation, and whether greedy decoding gives it.
 
-        Continuations of the same context share what is read of it.
+        Continuations of the same context share its prefill.
         """
         found: list[tuple[float, bool] | None] = [None] * len(requests)
         single: list[tuple[int, list[int], int]] = []
@@ -91,7 +94,8 @@ class Harness(TemplateLM):
             ):
                 found[index] = float(score.log_probs[-count:].sum()), bool(score.greedy[-count:].all())
         for (asked, *_), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", asked, answer)
+            if asked is not None:  # None is a window of a long text
+                self.cache_hook.add_partial("loglikelihood", asked, answer)
         return [one for one in found if one is not None]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -109,7 +113,8 @@ class Harness(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return an answer to every context, up to one of its stop strings; greedily, unless it asks to sample."""
         asked = [self._request(*request.args) for request in requests]
-        answers = [one.text for one in self.model.generate(asked, progress=not disable_tqdm)] if asked else []
+        found = self.model.generate(asked, progress=not disable_tqdm) if asked else []
+        answers = [one.checked().text for one in found]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
@@ -121,7 +126,9 @@ class Harness(TemplateLM):
         if not how.get("do_sample", given.get("temperature", 0.0) > 0):
             given["temperature"] = 0.0
         most = how.get("max_gen_toks", how.get("max_tokens", _MOST_GENERATED))
-        room = max(1, self.model.max_model_len - most)
+        room = self.model.max_model_len - most
+        if room < 1:
+            raise UsageError(f"max_gen_toks is {most}; {self.model.name} holds {most + room} with the prompt.")
         prompt = tuple(self.tok_encode(context)[-room:])
         return GenerationRequest(prompt=prompt, params=SamplingParams(max_tokens=most, stop=stop, **given))
 
@@ -135,6 +142,8 @@ def _by_context(
     """Yield every context with the numbers and ids of its continuations; a long context loses its first tokens."""
     groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
     for index, (_, context, rest) in enumerate(requests):
+        if not rest:  # it merged with the last token before it
+            context, rest = context[:-1], context[-1:]
         kept = context[-max(1, most - len(rest)) :]
         groups.setdefault(tuple(kept), []).append((index, rest[-(most - 1) :]))
     for context, indices in groups.items():

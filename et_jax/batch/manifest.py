@@ -4,6 +4,7 @@ It is written when an output gets its first job, and compared when another job w
 is there for people: the model is told by its files, under whatever path.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.files import replace_file
+from et_jax.serve.requests import SamplingParams
 
 VERSION = 2  # of the manifest and of the ids of rows; the first had no version
 _MAX_BYTES = 16 * 2**20
@@ -120,7 +122,10 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return for each setting that differs what it was and what it is, under the name of its flag."""
-    differing = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    unset = json.loads(json.dumps(dataclasses.asdict(SamplingParams())))  # what a setting is that came later
+    differing = [
+        name for name in {**now, **before} if before.get(name, unset.get(name)) != now.get(name, unset.get(name))
+    ]
     told = [
         f"{_called(name)} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
         for name in differing[:_MAX_TOLD]

@@ -241,7 +241,12 @@ def _biases(given: Any) -> dict[int, float]:
     fine = isinstance(given, dict) and all(token.isdecimal() and len(token) < 10 for token in given)
     if not fine or not all(type(bias) in (int, float) for bias in given.values()):
         raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
-    return {int(token): float(bias) for token, bias in given.items()}
+    if len({int(token) for token in given}) < len(given):
+        raise UsageError(f"logit_bias is {shown(given)}; it must name each token once.")
+    try:
+        return {int(token): float(bias) for token, bias in given.items()}
+    except OverflowError as error:
+        raise UsageError("logit_bias holds a number beyond all bounds; write a smaller one.") from error
 
 
 def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:

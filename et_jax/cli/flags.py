@@ -52,7 +52,9 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--frequency-penalty", type=float, default=0.0, help="subtracted per use (0, off)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     group.add_argument("--min-tokens", type=int, default=0, help="tokens before the text may end (default 0)")
-    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never write it; repeatable")
+    group.add_argument(
+        "--bad-word", action="append", default=[], metavar="TEXT", help="never draw its tokens; repeatable"
+    )
     group.add_argument(
         "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; repeatable"
     )

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from et_jax.io.terminal import takes_escapes
@@ -46,6 +46,31 @@ class Signals:
         """Forget a signal that was noted: the next one ends the command again."""
         self._held, self.number = False, None
 
+    @contextlib.contextmanager
+    def asking(self) -> Generator[None]:
+        """Within, a line is asked for: Ctrl-C raises KeyboardInterrupt, other signals end the command.
+
+        They leave the terminal as it was found.
+        """
+        if self._thread is None:  # signals are the caller's business
+            yield
+            return
+        put_back = _terminal()
+
+        def end(number: int, _: Any) -> None:
+            put_back()
+            _end(self.said, number)
+
+        signal.set_wakeup_fd(-1)  # the main thread, which waits for a line, runs the handlers itself
+        for number in self._before:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
+        try:
+            yield
+        finally:
+            for number in self._before:
+                signal.signal(number, lambda *_: None)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
             # The main thread may be in a compiler for a minute, where no handler runs: another thread listens.
@@ -75,6 +100,18 @@ class Signals:
             else:
                 _end(self.said, number[0])
         os.close(reader)
+
+
+def _terminal() -> Callable[[], None]:
+    """Return what puts the terminal of standard input back as it is now; nothing where there is none."""
+    with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
+        import termios
+
+        with contextlib.suppress(termios.error):
+            number = sys.stdin.fileno()
+            known = termios.tcgetattr(number)
+            return lambda: termios.tcsetattr(number, termios.TCSANOW, known)
+    return lambda: None
 
 
 def guard() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ _HELP = """/reset            forget the turns so far
 /trace            show entropy, varentropy and surprisal of the last answer's tokens
 /save FILE        write the turns as JSON
 /help             show this
-/quit, Ctrl-D     end; Ctrl-C stops an answer and keeps the chat"""
+/quit, Ctrl-D     end; Ctrl-C stops an answer or drops the line, and keeps the chat"""
 
 
 def coloured(event: TokenEvent, escapes: bool) -> str:
@@ -38,7 +39,7 @@ def coloured(event: TokenEvent, escapes: bool) -> str:
 class Conversation:
     """Turns of a user and a model, whose chat template writes them.
 
-    A turn is answered from all turns before it; the prefix cache holds what was read of them. Raises UsageError for a
+    A turn is answered from all turns before it, whose pages are cached prefix pages. Raises UsageError for a
     model without a template.
     """
 
@@ -55,7 +56,7 @@ class Conversation:
         """Add a turn and its answer, which `show` receives token by token.
 
         An answer that is `cancelled` is kept as far as it came. Raises UsageError, and adds nothing, where the turns do
-        not fit the model.
+        not fit the model, or the answer fails.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self.model.tokenizer.chat(asked, self.system_prompt, allow_special_tokens=self._special)
@@ -64,7 +65,7 @@ class Conversation:
                 show(event)
                 self.last = event.completion or self.last
         assert self.last is not None
-        self.messages = [*asked, {"role": "assistant", "content": self.last.text}]
+        self.messages = [*asked, {"role": "assistant", "content": self.last.checked().text}]
 
     def command(self, line: str) -> str:
         """Obey a line that begins with a slash, and return what to say. Raises UsageError for what cannot be done."""
@@ -77,14 +78,18 @@ class Conversation:
             self.model.tokenizer.render([{"role": "user", "content": "?"}], rest)
             self.system_prompt, self.messages = rest, []
             return "The chat begins anew with this system message."
-        if name == "/set" and len(rest.split()) == 2:
-            self.params = _changed(self.params, *rest.split())
-            return f"{rest.split()[0]} is {getattr(self.params, rest.split()[0])}."
+        if name == "/set" and len(words := rest.split(None, 1)) == 2:
+            self.params = _changed(self.params, *words)
+            return f"{words[0]} is {getattr(self.params, words[0])}."
         if name == "/trace" and not rest:
             return _traced(self.last)
         if name == "/save" and rest:
             opening = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-            replace_file(Path(rest), json.dumps([*opening, *self.messages], indent=1, ensure_ascii=False) + "\n")
+            turns = json.dumps([*opening, *self.messages], indent=1, ensure_ascii=False)
+            try:
+                replace_file(Path(rest), turns + "\n")
+            except OSError as error:
+                raise UsageError(f"{rest} cannot be written ({error.strerror}); name another file.") from error
             return f"{len(self.messages)} turns are in {rest}."
         if name == "/help" and not rest:
             return _HELP
@@ -96,6 +101,8 @@ def converse(conversation: Conversation, signals: Signals) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited then, and come back with the arrow keys
 
+    if sys.stdin is None:
+        raise UsageError("Standard input is closed, and a chat reads its turns from there.")
     escapes, asks = takes_escapes(sys.stdout), sys.stdin.isatty()
 
     def show(event: TokenEvent) -> None:
@@ -104,11 +111,16 @@ def converse(conversation: Conversation, signals: Signals) -> int:
     if asks:
         print(f"{conversation.model.name}: /help shows the commands, Ctrl-D ends.", file=sys.stderr)
     while True:
-        signals.said = "interrupted"
         try:
-            line = input("> " if asks else "").strip()
+            with signals.asking():
+                line = input("> " if asks else "").strip()
         except EOFError:
             return 0
+        except KeyboardInterrupt:
+            print(file=sys.stderr)  # the line typed so far is dropped
+            continue
+        except UnicodeDecodeError as error:
+            raise UsageError(f"Standard input is not UTF-8 ({error.reason}); give the turns as UTF-8 text.") from error
         try:
             if line == "/quit":
                 return 0
@@ -119,10 +131,9 @@ def converse(conversation: Conversation, signals: Signals) -> int:
                 print(flush=True)
         except UsageError as error:
             print(f"error: {error.on_command_line}", file=sys.stderr)
-        except OSError as error:
-            print(f"error: {error.filename or 'the file'} cannot be written ({error.strerror}).", file=sys.stderr)
-        finally:
-            signals.let_go()
+        if signals.number not in (None, signal.SIGINT):
+            return signals.code
+        signals.let_go()
 
 
 def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
@@ -132,8 +143,10 @@ def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
         raise UsageError(f"{name} is no setting; choose one of {', '.join(names)}.")
     try:
         given = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         given = value
+    if isinstance(given, dict):  # JSON writes the tokens of a bias as texts
+        given = {int(key) if key.isdecimal() and len(key) < 10 else key: bias for key, bias in given.items()}
     return dataclasses.replace(params, **{name: tuple(given) if isinstance(given, list) else given})
 
 

@@ -149,6 +149,12 @@ class Completion:
         """Share of tokens that each counting guard flagged: `temperature_saturation`, `stability`."""
         return self.trace[-1].guard_rates if self.trace else {}
 
+    def checked(self) -> "Completion":
+        """Return this completion. Raises UsageError, with its `error`, where it failed."""
+        if self.error is not None:
+            raise UsageError(self.error)
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON, None for figures that are no numbers. Raises UsageError as `drawn`."""
         self = checked_completion(self)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Itera
 from typing import Any
 
 import jax
+import numpy as np
 
 from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.decoder import Decoder, decoder
@@ -252,20 +253,39 @@ class Model:
 
         Texts are what `generate` takes as prompts. With a `prefix` they are continuations of it, and it is read once.
         Attention is dense, whatever the model's control. It takes memory of its own beside the caches that `generate`
-        uses: for a text of the greatest length, or eight of 128 tokens.
+        uses: for the prefix, the longest of the texts and 128 tokens, rounded up to twice that at most.
         """
         self._use.check()
         given = self._requests(texts, None, {})
-        [before] = self._requests(prefix, None, {}) if len(prefix) else [None]
+        before = [] if isinstance(prefix, str) and not prefix else self._requests(prefix, None, {})
+        if len(before) > 1:
+            raise UsageError(f"prefix is {len(before)} texts; give one, or score each group of texts by itself.")
+        if any(one != GenerationRequest(prompt=one.prompt) for one in (*given, *before)):
+            raise UsageError("A text that is scored has no settings; give texts, or lists of token ids.")
         return scored(
             [one.prompt for one in given],
-            () if before is None else before.prompt,
+            before[0].prompt if before else (),
             tokenizer=self.tokenizer,
             config=self.decoder_config,
             name=self.name,
             weights=self.weights,
             compiled=self._scoring_decoder,
         )
+
+    def update(self, params: Any) -> None:
+        """Serve other weights from now on, as a trainer does between rollouts: nothing is compiled.
+
+        They have the structure, shapes and dtypes of `params` as they are. Cached prefixes are dropped; what was
+        measured of the model's heads stays. Raises UsageError for other weights, and while requests are served.
+        """
+        self._use.check()
+        _check_alike(self.params, params)
+        with self._lock:
+            if any(not replicas.idle for replicas in self._replicas.values()):
+                raise UsageError(f"{self.name} serves requests; update it when they have ended.")
+            self._weights = weights = put((params, *self.weights[1:]), device_of(self.weights))
+            for replicas in self._replicas.values():
+                replicas.update(weights)
 
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for it.
@@ -383,7 +403,7 @@ class Model:
     def _scoring_decoder(self, config: DecoderConfig) -> Decoder:
         """The functions that score texts under a configuration of `serve.scoring`, of which the last is kept."""
         with self._lock:
-            if self._scoring is None or self._scoring.config.num_pages != config.num_pages:
+            if self._scoring is None or self._scoring.config.num_pages < config.num_pages:
                 self._scoring = executables.kept(decoder(config))
             return self._scoring
 
@@ -400,6 +420,16 @@ class Model:
         check_measured(self.name, config)
         self._configured = control, keep, config
         return config
+
+
+def _check_alike(known: ModelWeights, given: Any) -> None:
+    """Raise UsageError unless weights could stand in for others."""
+    if jax.tree.structure(known) != jax.tree.structure(given):
+        raise UsageError("params is another tree than that of the model; change the leaves of model.params.")
+    for (path, one), other in zip(jax.tree.leaves_with_path(known), jax.tree.leaves(given), strict=True):
+        wanted, got = (f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}" for x in (one, other))
+        if wanted != got:
+            raise UsageError(f"params{jax.tree_util.keystr(path)} is {got}; the model has {wanted} there.")
 
 
 def _never() -> bool:

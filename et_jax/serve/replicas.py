@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+from et_jax.decode.plant import Weights
+from et_jax.models.model import device_of, put
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.use import Use
@@ -74,6 +76,13 @@ class Replicas:
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
+
+    def update(self, weights: Weights) -> None:
+        """Serve other weights of the same shapes from the next round on, with no page of what the old ones read."""
+        with self._standing_still():
+            for replica in self.replicas:
+                replica.forget_prefixes()
+                replica.device.weights = put(weights, device_of(replica.device.weights))
 
     def let_go(self) -> list[Replica]:
         """Return the replicas, held here no more, so that their memory is free with the last round under way."""

@@ -1,5 +1,6 @@
 """What a caller asks for, checked whole when it is made: sampling settings, and requests that have them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
@@ -59,8 +60,8 @@ class SamplingParams:
     its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
 
     No end token, nor one of `stop_token_ids`, is drawn before `min_tokens`. `logit_bias` is added to the logits of the
-    tokens that it names; of `allowed_token_ids`, unless there are none, a token is drawn. `bad_words` are never
-    written: their tokens, with and without a space before the word, are not drawn to their end.
+    tokens that it names; of `allowed_token_ids`, unless there are none, a token is drawn. The usual tokens of
+    `bad_words`, with and without a space before the word, are not drawn to their end; other tokens may spell the same.
 
     Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
     None has its default. Raises UsageError for a value of another type or out of range.
@@ -137,7 +138,8 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    given = dict(given) if isinstance(given, tuple) else given
+    with contextlib.suppress(TypeError, ValueError):
+        given = dict(given) if isinstance(given, tuple) else given
     if not isinstance(given, Mapping):
         raise UsageError(f"logit_bias is {values.shown(given)}; it must map token ids to numbers.")
     if len(given) > MOST_BIASED:

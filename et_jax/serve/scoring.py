@@ -41,7 +41,7 @@ class Score:
     @property
     def num_scored(self) -> int:
         """Tokens that something precedes."""
-        return int(np.isfinite(self.log_probs).sum())
+        return int((~np.isnan(self.log_probs)).sum())
 
     @property
     def log_prob(self) -> float:
@@ -116,6 +116,8 @@ def scored(
 
 def _score(ids: list[int], num_bytes: int, columns: Float[np.ndarray, "4 _"]) -> Score:
     """The score of a text from what was read: the first token has none where nothing precedes it."""
+    if np.isnan(columns).any():
+        raise UsageError("The model's numbers for this text overflow; load it with dtype float32, or mend the weights.")
     unread = len(ids) - columns.shape[1]
     log_probs, entropies, varentropies, likeliest = np.pad(columns, ((0, 0), (unread, 0)), constant_values=np.nan)
     return Score(

@@ -44,7 +44,7 @@ def evaluate(
             answers[i] = Answer(
                 example=given,
                 length=length,
-                text=completion.text,
+                text=completion.checked().text,
                 right=right(given, completion.text),
                 **_shares(completion),
             )

@@ -29,7 +29,7 @@ def texts_of(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return [content]
     found = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:

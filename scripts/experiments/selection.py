@@ -7,7 +7,8 @@ and the newest block. `oracle` knows the true attention mass of each block at ea
 reads blocks at random. Bytes are those of blocks read and of what was read to choose: nothing, for these two and the
 window.
 
-A second group compares the selectors at equal bytes: each row's KL is interpolated on its curve, by logarithms.
+A second group compares the selectors at equal bytes, in the mean of all rows: each row's KL is interpolated between two
+settings, by logarithms.
 """
 
 from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ def is_drawn(experiment: Experiment, group: Mapping[str, Any]) -> bool:
 def draw(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
     """Draw the groups of a run that are drawn. An arm is named by its kind, a space and its setting.
 
-    An arm without a setting is a line across. The vertical axis is logarithmic.
+    The vertical axis is logarithmic.
     """
     import matplotlib
 

@@ -133,7 +133,7 @@ def pictures(
     found = []
     for run in runs:
         if any(is_drawn(experiment, group) for group in run["groups"]):
-            of = "-".join(str(run["settings"][one]) for one in ("model", "length") if one in run["settings"])
+            of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
             found.append((run, f"figures/{name}-{of}.png"))
     return found
 

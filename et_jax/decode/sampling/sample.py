@@ -46,7 +46,7 @@ def sample(
     altered = _alter(state, rows, logits, settings, penalised)
     heat = _heat(rows.take(state.laws).temperature_rule, altered, settings, signals, control)
     normaliser = entropy.log_normaliser(raw)
-    left = truncate(altered, heat, settings, normaliser - control.surprisal_cap)
+    left = truncate(altered, heat, settings, normaliser - control.surprisal_cap, logits)
     token = sampling.sample_token(left.logits, heat, left.cut, settings.key, rows.position + 1)
     warm = _tempered(altered, heat, penalised, raw)
     kept = _truncated_entropy(left, heat, settings, entropy.entropy(warm))
@@ -70,7 +70,7 @@ def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position:
     settings = rows.take(state.sampling)
     altered = _alter(state, rows, logits, settings, _altered(state, rows, settings))
     heat = jnp.where(settings.temperature == 0, 0.0, rows.take(state.control.temperature))
-    left = truncate(altered, heat, settings, jnp.full_like(heat, -jnp.inf))
+    left = truncate(altered, heat, settings, jnp.full_like(heat, -jnp.inf), logits)
     return sampling.sample_token(left.logits, heat, left.cut, settings.key, position)
 
 

@@ -25,14 +25,20 @@ class Truncated(NamedTuple):
 
 
 def truncate(
-    logits: Float[Array, "b v"], temperature: Float[Array, " b"], sampling: Sampling, least: Float[Array, " b"]
+    logits: Float[Array, "b v"],
+    temperature: Float[Array, " b"],
+    sampling: Sampling,
+    least: Float[Array, " b"],
+    own: Float[Array, "b v"],
 ) -> Truncated:
     """Return what is left of each row by `least` and by every truncation that its request asks for.
+
+    `own` are the logits as the model gives them, of which those given are left by penalties and biases.
 
     With p = softmax(logits / temperature) and its entropy H in nats, a token is kept
     - by `top_k`, and by `top_p` among those, if it is one of the k likeliest, or of the likeliest of that mass;
     - by `min_p`, if p is at least that share of the greatest;
-    - by `top_n_sigma`, if its logit is at most that many standard deviations of all logits below the greatest
+    - by `top_n_sigma`, if its logit is at most that many standard deviations of `own` below the greatest
       (Tang et al. 2024, Top-n-sigma);
     - by `eta_cutoff`, if p >= min(eta, sqrt(eta) exp(-H)) (Hewitt et al. 2022);
     - by `p_less`, if p is at least the sum of all p^2 (Tan et al. 2025, p-less sampling);
@@ -51,7 +57,7 @@ def truncate(
     wanted = asks & (entropic | (sampling.top_n_sigma > 0))
     by_entropy = jax.lax.cond(
         jnp.any(wanted),
-        lambda: _by_entropy(logits, asks, peak, heat, sampling),
+        lambda: _by_entropy(logits, asks, peak, heat, sampling, own),
         lambda: Truncated(logits, jnp.full_like(cut, -jnp.inf)),
     )
     return Truncated(
@@ -93,6 +99,7 @@ def _by_entropy(
     peak: Float[Array, " b"],
     heat: Float[Array, " b"],
     sampling: Sampling,
+    own: Float[Array, "b v"],
 ) -> Truncated:
     """What is left by the truncations that go by the shape of the distribution."""
     present = logits > -jnp.inf
@@ -105,9 +112,10 @@ def _by_entropy(
     log_eta = jnp.log(sampling.eta_cutoff)
     eta = jnp.where(sampling.eta_cutoff > 0, jnp.minimum(log_eta, 0.5 * log_eta - entropy) + log_s0, -jnp.inf)
     p_less = jnp.where(sampling.p_less, jnp.log(squares) - log_s0, -jnp.inf)
-    count = jnp.sum(present, axis=-1, dtype=jnp.float32)
-    mean = total(jnp.where(present, logits, 0.0)) / count
-    variance = total(jnp.where(present, (logits - mean[:, None]) ** 2, 0.0)) / count
+    finite = own > -jnp.inf
+    count = jnp.sum(finite, axis=-1, dtype=jnp.float32)
+    mean = total(jnp.where(finite, own, 0.0)) / count
+    variance = total(jnp.where(finite, (own - mean[:, None]) ** 2, 0.0)) / count
     sigma = jnp.where(sampling.top_n_sigma > 0, peak - sampling.top_n_sigma * jnp.sqrt(variance), -jnp.inf)
 
     def bisect_h(rows: Int[Array, " t"]) -> Float[Array, " t"]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hurry import hurried
-from small_model import MODEL, configuration, fill, prompt, request, same_bits
+from small_model import MODEL, configuration, fill, prompt, same_bits
 
 from et_jax import sums
 from et_jax.control.base import chain
@@ -18,6 +18,7 @@ from et_jax.control.presets import preset
 from et_jax.control.select import Quest
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.decode import decoder as decoding
+from et_jax.decode.request import request
 from et_jax.decode.state import empty
 from et_jax.decode.step import step
 from et_jax.models.calibration import Calibration
@@ -81,9 +82,8 @@ def full(model, dtype, control: str, rows: int, quantize: str | None = None, cac
         for slot in range(rows):
             tokens = prompt(slot, 3 + 7 * slot % 40)
             state = fill(d, params, state, slot, tokens)
-            asked = request(tokens[-1], control=config.controller, seed=slot, **SETTINGS[slot % len(SETTINGS)])
-            seen = jnp.zeros(model.vocab_size, bool).at[jnp.asarray(tokens)].set(True)
-            state = d.insert(state, slot, replace(asked, in_prompt=seen))
+            asked = request(config, tokens, limit=12, seed=slot, **SETTINGS[slot % len(SETTINGS)])
+            state = d.insert(state, slot, asked)
     return config, params, state
 
 

@@ -42,7 +42,7 @@ def compiled(name: str):
 def truncated(logits, given: sampling.Sampling, temperature=None, least=OFF):
     temperature = given.temperature if temperature is None else jnp.asarray(temperature, jnp.float32)
     least = jnp.full(len(logits), least, jnp.float32) if np.isscalar(least) else jnp.asarray(least, jnp.float32)
-    return jax.device_get(compiled("truncate")(jnp.asarray(logits), temperature, given, least))
+    return jax.device_get(compiled("truncate")(jnp.asarray(logits), temperature, given, least, jnp.asarray(logits)))
 
 
 def cut_of(logits, given: sampling.Sampling, temperature=None, least=OFF):
@@ -203,6 +203,16 @@ def test_truncations_by_entropy_are_each_rows_own():
     assert np.all(kept_by(logits, temperature=0.0, **given))
 
 
+def test_deviations_are_those_of_the_models_own_logits():
+    own = np.random.default_rng(0).normal(size=(ROWS, 300)).astype(np.float32)
+    own[:, 7] = 0.0
+    banned = own.copy()
+    banned[:, 7] = -1e6
+    given, least = asked(top_n_sigma=1.0), jnp.full(ROWS, OFF)
+    left = compiled("truncate")(jnp.asarray(banned), given.temperature, given, least, jnp.asarray(own))
+    np.testing.assert_allclose(left.cut, own.max(1) - own.std(1), rtol=1e-5)
+
+
 def test_the_strictest_of_all_holds_and_a_token_is_always_left():
     logits = np.log([[0.4, 0.3, 0.2, 0.1]] * ROWS).astype(np.float32)
     given = asked(top_k=[3, 0, 0, 0], top_p=[1, 0.5, 1, 1], min_p=[0, 0, 0.6, 0])
@@ -333,6 +343,6 @@ def test_counts_grow_where_a_token_was_produced_and_a_folded_key_differs_by_numb
 def test_what_nobody_asks_for_is_in_a_branch_of_its_own():
     """XLA takes out of a loop what no trip changes, and a search for a cut would be made without a trip too."""
     logits, numbers = jnp.zeros((ROWS, 512)), jnp.ones(ROWS)
-    text = jax.jit(truncate).lower(logits, numbers, asked(top_k=1), numbers).compile().as_text() or ""
+    text = jax.jit(truncate).lower(logits, numbers, asked(top_k=1), numbers, logits).compile().as_text() or ""
     _, entry = text.split("ENTRY ")
     assert "conditional(" in entry and "while(" in text and "while(" not in entry
