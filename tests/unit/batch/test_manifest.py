@@ -47,6 +47,14 @@ def test_each_setting_is_named_as_its_flag(tmp_path, change, words):
     assert "{" not in said and "--top-k" not in said and said.count(" was ") == len(words) + 2  # of which it was begun
 
 
+def test_a_batch_goes_on_though_requests_have_more_settings_now(tmp_path):
+    """What was not known when it was begun was off, unless the command sets it now."""
+    begin(tmp_path / "out", "a")
+    params = SETTINGS["params"]
+    begin(tmp_path / "out", "b", params=params | {"top_h": 0.0, "bad_words": [], "p_less": False})
+    assert "--top-h was not given and is 0.4" in refusal(tmp_path / "out", params=params | {"top_h": 0.4})
+
+
 def manifest(**changes: Any) -> bytes:
     return json.dumps({"version": VERSION, **SETTINGS, **changes}).encode()
 
