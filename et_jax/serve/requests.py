@@ -139,7 +139,7 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     with contextlib.suppress(TypeError, ValueError):
-        given = dict(given) if isinstance(given, tuple) else given
+        given = dict(given) if isinstance(given, tuple | list) else given
     if not isinstance(given, Mapping):
         raise UsageError(f"logit_bias is {values.shown(given)}; it must map token ids to numbers.")
     if len(given) > MOST_BIASED:

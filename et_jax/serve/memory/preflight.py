@@ -25,7 +25,7 @@ from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
 
 # Float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2.
-_STEP_LOGITS, _DRAFT_LOGITS, _PREFILL_LOGITS = 10, 3, 3
+_STEP_LOGITS, _DRAFT_LOGITS, _PREFILL_LOGITS = 12, 3, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def _state_bytes(config: DecoderConfig) -> int:
 def step_bytes(config: DecoderConfig) -> int:
     """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
 
-    In float32: ten copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
+    In float32: twelve copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
     cache keeps surprisals; for each token what a layer holds (`token_numbers`), and two of queries, keys and values;
     four numbers per row, query head and block for a choice of blocks. Beside them what attention sets aside, as its
     kernels tell. A compression, where there is one, runs between steps.
