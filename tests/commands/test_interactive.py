@@ -111,16 +111,17 @@ class Terminal:
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
         )
         os.close(theirs)
-        self.shown = ""
+        self.shown, self.seen = "", 0
 
     def until(self, words: str, seconds: float = 120.0) -> str:
-        """Read until some words have come since the last call, and return what came."""
-        end, since = time.monotonic() + seconds, len(self.shown)
-        while words not in self.shown[since:]:
+        """Read until some words have come since the last that were waited for, and return what came with them."""
+        end, begin = time.monotonic() + seconds, self.seen
+        while (found := self.shown.find(words, begin)) < 0:
             assert time.monotonic() < end and self.process.poll() is None, self.shown
             if select.select([self.ours], [], [], 0.2)[0]:
                 self.shown += os.read(self.ours, 4096).decode(errors="replace")
-        return self.shown[since:]
+        self.seen = found + len(words)
+        return self.shown[begin : self.seen]
 
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
@@ -137,8 +138,7 @@ def test_a_chat_in_a_terminal_goes_on_after_ctrl_c_and_ends_with_ctrl_d(chatty):
     terminal.type("again\n/trace\n/set top_k 3\n")
     traced = terminal.until("top_k is 3.").partition("surprisal  token")[2]
     assert len(re.findall(r"\d\.\d{3}  '", traced)) == 1  # of an answer that no signal has stopped
-    if not terminal.shown.endswith("> "):
-        terminal.until("> ")
+    terminal.until("> ")
     terminal.type("/foo")
     terminal.until("/foo")
     os.kill(terminal.process.pid, signal.SIGINT)  # drops the line
