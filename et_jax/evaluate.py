@@ -205,8 +205,8 @@ def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signa
     window = model.max_model_len if args.length is None else args.length[0]
     print(scored.HEADER, file=out, flush=True)
     found = []
-    for number, (text, windows) in enumerate(zip(texts, scored.score_texts(model, texts, window), strict=True), 1):
-        found.append(scored.figures(text, windows))
+    for number, score in enumerate(scored.score_texts(model, texts, window), 1):
+        found.append(scored.figures(score))
         print(scored.line(number, found[-1]), file=out, flush=True)
     signals.hold()
     kept = args.plot is None or command.tried(lambda: scored.plot(found, Path(args.plot)))

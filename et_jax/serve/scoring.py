@@ -24,7 +24,7 @@ _PREFIX = 0  # the slot of what all texts begin with
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model makes of a text. Arrays have one value for each token of `token_ids`.
+    """The log-probabilities and entropies of a text. Arrays have one value for each token of `token_ids`.
 
     `log_probs` (nats) are of each token given those before it, `entropy` (nats) and `varentropy` (nats^2) of the
     distribution that it was predicted by, raw. `greedy` says which tokens are the most probable ones. A first token
@@ -51,7 +51,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """The exponential of the mean negative log-probability; NaN where no token is scored."""
-        return math.exp(-self.log_prob / self.num_scored) if self.num_scored else math.nan
+        return float(np.exp(-self.log_prob / self.num_scored)) if self.num_scored else math.nan
 
     @property
     def bits_per_byte(self) -> float:

@@ -1,8 +1,7 @@
-"""Texts of a file under a model: what each is worth in nats and bits, and how entropy and loss go by position."""
+"""Scores of the texts of a file: a line for each, JSON, and a plot of entropy and loss by position."""
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,35 +41,32 @@ def texts_of(path: Path) -> list[str]:
     return found
 
 
-def score_texts(model: "Model", texts: Sequence[str], window: int) -> Iterator[list[Score]]:
-    """Yield the scores of each text, window by window of at most `window` tokens.
+def score_texts(model: "Model", texts: Sequence[str], window: int) -> Iterator[Score]:
+    """Yield the score of each text, which is read in windows of at most `window` tokens.
 
     A window begins with the last token of the one before it, so that every token but the first is scored once.
     """
     for text in texts:
         ids = model.tokenizer.encode(text)
-        step = window - 1
-        yield model.score([tuple(ids[at : at + window]) for at in range(0, max(1, len(ids) - 1), step)])
+        starts = range(0, max(1, len(ids) - 1), window - 1)
+        first, *later = model.score([tuple(ids[at : at + window]) for at in starts])
+        names = ("log_probs", "entropy", "varentropy", "greedy")
+        joined = {name: [getattr(first, name), *(getattr(one, name)[1:] for one in later)] for name in names}
+        arrays = {name: np.concatenate(parts) for name, parts in joined.items()}
+        yield Score(token_ids=tuple(ids), num_bytes=len(text.encode()), **arrays)
 
 
-def figures(text: str, windows: Sequence[Score]) -> dict[str, Any]:
-    """Return what the windows of a text come to; arrays have a value for each token that is scored."""
-    parts = [np.stack([one.log_probs, one.entropy, one.varentropy]) for one in windows]
-    ids = [token for one in windows for token in one.token_ids]
-    table = np.concatenate(parts, axis=1)
-    known = np.isfinite(table[0])
-    log_probs, entropies, varentropies = table[:, known]
-    total, count = float(log_probs.sum()), int(known.sum())
+def figures(score: Score) -> dict[str, Any]:
+    """Return a score as JSON has it; lists have a value for each token that is scored."""
+    known, count = ~np.isnan(score.log_probs), score.num_scored
     return {
         "tokens": count,
-        "nats_per_token": -total / count if count else None,
-        "perplexity": math.exp(-total / count) if count else None,
-        "bits_per_byte": -total / math.log(2) / len(text.encode()),
-        "mean_entropy": float(entropies.mean()) if count else None,
-        "token_ids": np.asarray(ids)[known].tolist(),
-        "log_probs": log_probs.tolist(),
-        "entropy": entropies.tolist(),
-        "varentropy": varentropies.tolist(),
+        "nats_per_token": -score.log_prob / count if count else None,
+        "perplexity": score.perplexity if count else None,
+        "bits_per_byte": score.bits_per_byte,
+        "mean_entropy": float(score.entropy[known].mean()) if count else None,
+        "token_ids": np.asarray(score.token_ids)[known].tolist(),
+        **{name: getattr(score, name)[known].tolist() for name in ("log_probs", "entropy", "varentropy")},
     }
 
 
