@@ -42,9 +42,9 @@ class Signals:
         self._held = True
         return self.noted
 
-    def let_go(self) -> None:
-        """Forget a signal that was noted: the next one ends the command again."""
-        self._held, self.number = False, None
+    def forget(self) -> None:
+        """Forget a signal that was noted: the next one is noted again."""
+        self.number = None
 
     @contextlib.contextmanager
     def asking(self) -> Generator[None]:
@@ -61,10 +61,10 @@ class Signals:
             put_back()
             _end(self.said, number)
 
-        signal.set_wakeup_fd(-1)  # the main thread, which waits for a line, runs the handlers itself
-        for number in self._before:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
         try:
+            signal.set_wakeup_fd(-1)  # the main thread, which waits for a line, runs the handlers itself
+            for number in self._before:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else end)
             yield
         finally:
             for number in self._before:

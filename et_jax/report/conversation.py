@@ -110,10 +110,12 @@ def converse(conversation: Conversation, signals: Signals) -> int:
 
     if asks:
         print(f"{conversation.model.name}: /help shows the commands, Ctrl-D ends.", file=sys.stderr)
-    while True:
+    stopped = signals.hold()
+    while signals.number in (None, signal.SIGINT):
         try:
             with signals.asking():
                 line = input("> " if asks else "").strip()
+            signals.forget()  # a Ctrl-C that came between an answer and the question
         except EOFError:
             return 0
         except KeyboardInterrupt:
@@ -127,13 +129,11 @@ def converse(conversation: Conversation, signals: Signals) -> int:
             if line.startswith("/"):
                 print(conversation.command(line), file=sys.stderr)
             elif line:
-                conversation.answer(line, show, signals.hold())
+                conversation.answer(line, show, stopped)
                 print(flush=True)
         except UsageError as error:
             print(f"error: {error.on_command_line}", file=sys.stderr)
-        if signals.number not in (None, signal.SIGINT):
-            return signals.code
-        signals.let_go()
+    return signals.code
 
 
 def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:

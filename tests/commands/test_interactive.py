@@ -130,9 +130,10 @@ class Terminal:
 def test_a_chat_in_a_terminal_goes_on_after_ctrl_c_and_ends_with_ctrl_d(chatty):
     terminal = Terminal("--model", str(chatty), "--max-tokens", "400", "--max-num-batched-tokens", "16")
     terminal.until("> ")
-    terminal.type("hello\n")
+    terminal.type("/set ignore_eos true\nhello\n")
     terminal.until("\x1b[38;5;")  # a token in the colour of its entropy
     os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.until("> ")
     terminal.type("/set max_tokens 1\n")
     terminal.until("max_tokens is 1.")
     terminal.type("again\n/trace\n/set top_k 3\n")
