@@ -39,6 +39,11 @@ class Case:
         return not self.given.keys().isdisjoint(names)
 
     @property
+    def parallel(self) -> bool:
+        """Whether the model is split over several devices."""
+        return self.given.get("tensor_parallel", 1) > 1
+
+    @property
     def switches(self) -> bool:
         """Whether two models take turns."""
         return self.laws.switch is not None
@@ -78,7 +83,7 @@ class Row:
 
 _NAMES = (
     *("control", "draft", "draft_tokens", "draft_length", "draft_share", "small", "lazy_prefill", "audit"),
-    *("cache_budget", "cache_policy", "prefill_batch", "max_model_len", "experts", "expert_share"),
+    *("cache_budget", "cache_policy", "prefill_batch", "max_model_len", "experts", "expert_share", "tensor_parallel"),
 )
 
 TABLE = (
@@ -178,6 +183,18 @@ TABLE = (
         lambda c: c.room is not None and c.length is not None and c.room >= c.length,
         "{cache_budget} keeps {case.room} tokens and {max_model_len} is {case.length}, so that nothing would ever be "
         "left out; lower {cache_budget}, or leave it out.",
+    ),
+    *(
+        Row(
+            lambda c, name=name: c.parallel and c.has(name),
+            f"{{{name}}} is not supported over several devices; leave {{{name}}} or {{tensor_parallel}} out.",
+        )
+        for name in ("draft", "small", "cache_budget")
+    ),
+    Row(
+        lambda c: c.parallel and c.laws.budget is not None,
+        "This control has a prefill budget, which is not supported over several devices; leave {tensor_parallel} out, "
+        "or choose another control.",
     ),
     Row(
         lambda c: (

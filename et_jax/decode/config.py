@@ -149,7 +149,7 @@ class DecoderConfig:
         if self.mesh is None:
             return
         sharding.check(self.model, self.mesh)
-        beside = [name for name in ("draft", "others", "compression", "quantize") if getattr(self, name)]
+        beside = [name for name in ("draft", "others", "compression") if getattr(self, name)]
         beside += ["a budget"] * (self.controller.budget is not None)
         if beside:
             raise ValueError(f"mesh: got one beside {' and '.join(beside)}, wanted it without")

@@ -4,6 +4,7 @@
 read, and every tensor (`models.stored`, `models.gguf`) before the first one is. A GGUF file may stand for a folder.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from safetensors.numpy import save_file
@@ -21,7 +23,7 @@ from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.gguf import GgufTensor, is_gguf
 from et_jax.io.schema import read_json
-from et_jax.models import gguf
+from et_jax.models import gguf, sharding
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import WEIGHT, Encoding, Scaled, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
@@ -176,9 +178,16 @@ def _said_dtype(folder: Path) -> str:
 
 
 def load(
-    folder: str | Path, dtype: str = "auto", quantize: str | None = None, *, stacked: bool = False
+    folder: str | Path,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    *,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Return the configuration and the weights in `folder`, cast once to `dtype`, on the default device.
+
+    Over a `mesh` each chip receives its part of every array (`models.sharding`).
 
     Layers that are alike may be `stacked` (`models.stacks`): each array is put where it belongs as it is read.
 
@@ -195,7 +204,7 @@ def load(
         raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
     config = read_model(folder)
     if (folder / CONVERTED).is_dir():
-        return config, _restore(folder, config, dtype, quantize, stacked)
+        return config, _restore(folder, config, dtype, quantize, stacked, mesh)
     sources, tensors, encoding = _located(folder, config)
     target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
@@ -210,27 +219,41 @@ def load(
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
-    return config, _put_in_place(config, structure.unflatten(nodes), stacked)
+    places = None if mesh is None else sharding.placements(config, mesh, target, quantize, stacked=stacked)
+    return config, _put_in_place(config, structure.unflatten(nodes), stacked, places)
 
 
-def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool) -> Params:
-    """Return the weights that functions give, one of them asked at a time, on the default device."""
+def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool, places: Params | None) -> Params:
+    """Return the weights that functions give, called one at a time, in their `places` or on the default device."""
 
-    def put(node: Callable[[], Any]) -> Any:
-        return jax.block_until_ready(jax.device_put(node()))
-
-    def joined(*nodes: Callable[[], Any]) -> Callable[[], Any]:
-        def stack() -> Any:
-            one = put(nodes[0])
-            held = jax.tree.map(lambda x: jnp.zeros((len(nodes), *x.shape), x.dtype), one)
-            for turn, node in enumerate(nodes):
-                held = jax.block_until_ready(_put_at(held, put(node) if turn else one, turn))
-            return held
-
+    def put(node: Callable[[], Any] | _Layers, place: Any = None) -> Any:
+        if not isinstance(node, _Layers):
+            return jax.block_until_ready(jax.device_put(node(), place))
+        of_layer = jax.tree.map(sharding.of_layer, place)
+        one = put(node.layers[0], of_layer)
+        stack = _zeros(one, len(node.layers), place)
+        for turn, layer in enumerate(node.layers):
+            stack = jax.block_until_ready(_put_at(stack, put(layer, of_layer) if turn else one, turn))
         return stack
 
-    params = jax.tree.map(put, in_stacks(nodes, config, joined) if stacked else nodes)
+    nodes = in_stacks(nodes, config, lambda *layers: _Layers(layers)) if stacked else nodes
+    params = jax.tree.map(put, nodes) if places is None else jax.tree.map(put, nodes, places)
     return replace(params, embedding=looked_up(params.embedding))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """The functions that give a weight of each layer of a stack."""
+
+    layers: tuple[Callable[[], Any], ...]
+
+
+def _zeros(one: Any, depth: int, place: Any) -> Any:
+    """Zeros for a stack of so many of `one`, in its place or on the default device."""
+    shapes, structure = jax.tree.flatten(one)
+    places = [None] * len(shapes) if place is None else jax.tree.leaves(place)
+    zeros = [jnp.zeros((depth, *x.shape), x.dtype, device=where) for x, where in zip(shapes, places, strict=True)]
+    return structure.unflatten(zeros)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -271,7 +294,14 @@ def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
     return config, _restore(path, config, "auto")
 
 
-def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None = None, stacked: bool = False) -> Params:
+def _restore(
+    path: Path,
+    config: ModelConfig,
+    dtype: str,
+    quantize: str | None = None,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
+) -> Params:
     """Return converted weights, cast to `dtype` or quantised, checked as those of a Hugging Face folder are."""
     import orbax.checkpoint
 
@@ -289,13 +319,13 @@ def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None =
         sources = sources_of(config)
         tensors = check(config, sources, found, None)
         target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), None)
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
         def read_as(name: str) -> DTypeLike:
             return target if quantize is None else STORED[stored_as(tensors[name])]
 
         wanted = {
-            name: jax.ShapeDtypeStruct(shape, read_as(name), sharding=sharding)
+            name: jax.ShapeDtypeStruct(shape, read_as(name), sharding=home)
             for name, shape in tensor_shapes(sources).items()
         }
         try:
@@ -304,12 +334,14 @@ def _restore(path: Path, config: ModelConfig, dtype: str, quantize: str | None =
             raise UsageError(f"{folder} is damaged; convert the model again.") from error
     if quantize is not None:
         params = quantized(params, target)
-    if not stacked:
+    if not stacked and mesh is None:
         return params
+    places = None if mesh is None else sharding.placements(config, mesh, target, quantize, stacked=stacked)
     found, structure = jax.tree.flatten(params, is_leaf=is_weight)
     held = dict(enumerate(found))
     del params, found  # so that each array is let go once it is in its stack
-    return _put_in_place(config, structure.unflatten([partial(held.pop, number) for number in sorted(held)]), True)
+    nodes = structure.unflatten([partial(held.pop, number) for number in sorted(held)])
+    return _put_in_place(config, nodes, stacked, places)
 
 
 def _encoding(folder: Path) -> Encoding | None:

@@ -123,6 +123,11 @@ def put(weights: tuple[ModelWeights, ...], device: Any) -> tuple[ModelWeights, .
     return tuple(replace(one, embedding=looked_up(one.embedding)) if isinstance(one, Params) else one for one in there)
 
 
+def put_like(weights: tuple[ModelWeights, ...], like: tuple[ModelWeights, ...]) -> tuple[ModelWeights, ...]:
+    """Return weights where those of `like` are, each array laid out as it is there."""
+    return jax.device_put(weights, jax.tree.map(lambda x: getattr(x, "format"), like))  # noqa: B009 - not declared
+
+
 def dtype_of(weights: ModelWeights) -> np.dtype:
     """Return the dtype that most numbers of a model have."""
     sizes = Counter()

@@ -7,17 +7,23 @@ an expert that is touched its part, however the router chooses, so that none wai
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.experts import Experts
-from et_jax.models.params import Params, describe, in_stacks, is_stacked
+from et_jax.models.params import Params, abstract, describe, in_stacks, is_stacked
+from et_jax.models.weights import Int8, is_weight
 
 S = TypeVar("S", bound=ModelShape)
+T = TypeVar("T")
 
 AXIS = "tp"
 """The one axis of the mesh."""
@@ -26,18 +32,39 @@ SPLIT = frozenset({"vocab", "heads", "kv_heads", "each_head", "ffn", "expert_ffn
 """The axes of weights, by their names in a `WeightSpec`, that are split."""
 
 
+def mesh_of(size: int, number: int = 0) -> Mesh:
+    """Return the mesh of the next `size` devices of this process, the `number`-th of as many such groups as there are.
+
+    Numbers past the last group begin at the first one again.
+    """
+    devices = jax.local_devices()
+    first = number % (len(devices) // size) * size
+    return Mesh(np.array(devices[first : first + size]), (AXIS,))
+
+
 def check(model: ModelShape, mesh: Mesh | AbstractMesh) -> None:
     """Raise ValueError unless a model can be split over a mesh."""
     if not isinstance(model, ModelConfig):
         raise ValueError(f"mesh: got one for a {type(model).__name__}, wanted a ModelConfig, whose weights have axes")
     if mesh.axis_names != (AXIS,):
         raise ValueError(f"mesh: got axes {mesh.axis_names}, wanted ({AXIS!r},)")
-    sizes = {"num_kv_heads": model.num_kv_heads}
-    for spec in jax.tree.leaves(describe(model)):
-        sizes |= {axis: size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in SPLIT}
-    for axis, size in sizes.items():
+    for axis, size in _split_axes(model).items():
         if size % mesh.size:
             raise ValueError(f"mesh: got {mesh.size} chips, wanted a number of them that divides {axis} = {size}")
+
+
+def sizes(model: ModelConfig) -> list[int]:
+    """Return over how many chips a model can be split, in ascending order."""
+    common = math.gcd(*_split_axes(model).values())
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def _split_axes(model: ModelConfig) -> dict[str, int]:
+    """The sizes of the axes of a model that are split, by their names."""
+    found = {"num_kv_heads": model.num_kv_heads}
+    for spec in jax.tree.leaves(describe(model)):
+        found |= {axis: size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in SPLIT}
+    return found
 
 
 def of_chip(model: S, mesh: Mesh | AbstractMesh) -> S:
@@ -64,14 +91,48 @@ def placed(weights: Params, model: ModelConfig, mesh: Mesh) -> Params:
     return jax.device_put(weights, shardings(mesh, weight_specs(weights, model)))
 
 
+def placements(model: ModelConfig, mesh: Mesh, dtype: DTypeLike, quantize: str | None, *, stacked: bool) -> Params:
+    """Return where each array of weights goes that are still to be read, as a tree of `NamedSharding`."""
+    return shardings(mesh, weight_specs(abstract(model, dtype, quantize, stacked=stacked), model))
+
+
+def of_layer(place: NamedSharding) -> NamedSharding:
+    """Return where a layer of a stack goes, given where the stack goes."""
+    return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+
+
+def bytes_of_chip(model: ModelConfig, mesh: Mesh | AbstractMesh, dtype: DTypeLike, quantize: str | None) -> int:
+    """Return the bytes of a model's weights on each chip of a mesh."""
+    weights = abstract(model, dtype, quantize)
+    return sum(jax.tree.leaves(jax.tree.map(partial(local_bytes, mesh), weights, weight_specs(weights, model))))
+
+
+def local_bytes(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> int:
+    """Return the bytes of an array, or its shape, on each chip of a mesh over which it is split so."""
+    size = math.prod(x.shape) * x.dtype.itemsize
+    return size // mesh.size if AXIS in spec else size
+
+
+def moved(weights: T, mesh: Mesh) -> T:
+    """Return arrays that are split over one mesh, split alike over another of as many chips."""
+    return jax.device_put(weights, jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), weights))
+
+
 def shardings(mesh: Mesh, specs: Any) -> Any:
     """Return a tree of `PartitionSpec` as that of the shardings over a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def _specs(described: Any, held: Any) -> Any:
+def _specs(described: Any, weights: Any) -> Any:
     """How arrays are split that are described; those of a stack lead with an axis of layers."""
-    return jax.tree.map(lambda spec, x: _spec(spec.axes, len(x.shape)), described, held)
+
+    def of_node(node: Any, given: Any) -> Any:
+        if isinstance(given, Int8):
+            axes, ndim = node.array.axes, len(given.shape)
+            return jax.tree.structure(given).unflatten([_spec(axes, ndim), _spec(axes[:-1], ndim - 1)])
+        return jax.tree.map(lambda spec, x: _spec(spec.axes, len(x.shape)), node, given)
+
+    return jax.tree.map(of_node, described, weights, is_leaf=is_weight)
 
 
 def _spec(axes: Sequence[str], ndim: int) -> PartitionSpec:

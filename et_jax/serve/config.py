@@ -74,6 +74,7 @@ class EngineConfig:
     prefix_cache: bool = True
     preempt_every: int = 0
     replicas: int = 1
+    tensor_parallel: int = _decisive(1)
     control: Control = "off"
     draft: str | Path | None = None
     draft_tokens: int | None = None
@@ -108,7 +109,7 @@ class EngineConfig:
         for name in ("page_size", "max_model_len", "num_pages", "prefill_batch", "max_resident_seqs"):
             if getattr(self, name) is not None:
                 checked[name] = _count(name, getattr(self, name))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "replicas"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "replicas", "tensor_parallel"):
             checked[name] = _count(name, getattr(self, name))
         for name in ("draft", "small"):
             if getattr(self, name) is not None:
@@ -275,6 +276,8 @@ class EngineConfig:
             del named["cache_dtype"]  # `dtype` says it
         if self.measures:
             del named["calibration"]
+        if self.tensor_parallel == 1:
+            del named["tensor_parallel"]
         if self.experts is None:
             del named["experts"], named["expert_share"]
         return named | {"cache_policy": self.policy}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from et_jax.control.draft import DraftLength
 from et_jax.decode.config import Variant
@@ -35,15 +36,21 @@ class Device:
 
     def __init__(self, weights: Weights, decoder: Decoder) -> None:
         self.weights, self.decoder, self.config = weights, decoder, decoder.config
-        self._where = device_of(weights)
-        with jax.default_device(self._where):  # where there is room for it
-            self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
+        mesh = self.config.mesh
+        if mesh is None:
+            self._where = device_of(weights)
+            with jax.default_device(self._where):  # where there is room for it
+                self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
+        else:
+            self._where = NamedSharding(mesh, PartitionSpec())  # of what every chip has
+            self.state = decoder.empty()
         self.promises: list[jax.Array] = []
         self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
         # What decodes whatever there is, and what serves the sequences of the decoder's own controller.
+        platform = self._where.platform if isinstance(self._where, jax.Device) else jax.default_backend()
         whole = self.config.whole
         self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
-        self._few = {one: FewRows(decoder, one, self._where.platform) for one in {self._whole, self._usual}}
+        self._few = {one: FewRows(decoder, one, platform) for one in {self._whole, self._usual}}
 
     @property
     def making(self) -> bool:

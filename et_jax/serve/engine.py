@@ -36,6 +36,7 @@ def load(
     prefix_cache: bool = True,
     preempt_every: int = 0,
     replicas: int = 1,
+    tensor_parallel: int = 1,
     control: Control = "off",
     draft: str | Path | None = None,
     draft_tokens: int | None = None,
@@ -82,7 +83,8 @@ def load(
     whole by a model that reads all of them. Every `preempt_every` rounds (0: never) a sequence is
     swapped out without need, to prove that no text changes. `replicas` serve one queue side by side, each of
     all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
-    host's work for one and the device's for another overlap.
+    host's work for one and the device's for another overlap. `tensor_parallel` splits the model over so many devices,
+    by heads, feed-forward widths and vocabulary, each of which it must divide; replicas then take the next devices.
 
     With `quantize` "int8" matrices, those of a model beside it too, are held in 8 bits with a scale for each output,
     and what they are multiplied with is rounded to 8 bits as well (docs/models.md). Without it, weights that are

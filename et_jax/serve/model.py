@@ -19,7 +19,8 @@ from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
 from et_jax.models.config import ModelShape
-from et_jax.models.model import ModelWeights, device_of, put
+from et_jax.models import sharding
+from et_jax.models.model import ModelWeights, device_of, put, put_like
 from et_jax.scope import own_settings
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import Control, EngineConfig
@@ -283,7 +284,7 @@ class Model:
         with self._lock:
             if any(not replicas.idle for replicas in self._replicas.values()):
                 raise UsageError(f"{self.name} serves requests; update it when they have ended.")
-            self._weights = weights = put((params, *self.weights[1:]), device_of(self.weights))
+            self._weights = weights = put_like((params, *self.weights[1:]), self.weights)
             for replicas in self._replicas.values():
                 replicas.update(weights)
 
@@ -366,12 +367,17 @@ class Model:
         return served[wanted]
 
     def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
-        """A replica, on the devices in turn, beginning where the weights are."""
-        weights = self.weights
-        home = device_of(weights)
-        devices = [home, *(device for device in jax.local_devices() if device != home)]
+        """A replica, on the devices or their groups in turn, beginning where the weights are."""
+        weights, mesh = self.weights, own.config.mesh
+        if mesh is None:
+            home = device_of(weights)
+            devices = [home, *(device for device in jax.local_devices() if device != home)]
+            weights = put(weights, devices[number % len(devices)])
+        elif (there := sharding.mesh_of(mesh.size, number)) != mesh:
+            own = executables.kept(decoder(replace(own.config, mesh=there)))
+            weights = sharding.moved(weights, there)
         return Replica(
-            put(weights, devices[number % len(devices)]),
+            weights,
             own,
             queue,
             self.settings,

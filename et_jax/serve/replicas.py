@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from et_jax.decode.plant import Weights
-from et_jax.models.model import device_of, put
+from et_jax.models.model import put_like
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.use import Use
@@ -82,7 +82,7 @@ class Replicas:
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
-                replica.device.weights = put(weights, device_of(replica.device.weights))
+                replica.device.weights = put_like(weights, replica.device.weights)
 
     def let_go(self) -> list[Replica]:
         """Return the replicas, held here no more, so that their memory is free with the last round under way."""

@@ -64,8 +64,9 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
         """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
         dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
         wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
-        memory = usable_memory(settings.memory_fraction)
-        return plan(wanted, memory, num_pages=settings.num_pages, replicas=num_sharing(settings.replicas))
+        together = settings.tensor_parallel
+        memory, replicas = usable_memory(settings.memory_fraction, together), num_sharing(settings.replicas, together)
+        return plan(wanted, memory, num_pages=settings.num_pages, replicas=replicas)
 
     _keep_programs(settings.compilation_cache, tell)
     beside = {name: resolve(name) for name in settings.others}
@@ -81,7 +82,8 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
     if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
         calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
-    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked())
+    mesh = sizes(jnp.float32).mesh
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked(), mesh=mesh)
     dtype = dtype_of(params)
     config = sizes(dtype, calibration=calibration)
     weights = params, *_others(beside, dtype, settings.quantize, tell)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from et_jax.control.budget import Budget
@@ -17,9 +18,9 @@ from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.drafting.drafts import ReadSizes
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
-from et_jax.models import stacks
+from et_jax.models import sharding, stacks
 from et_jax.models.calibration import Calibration
-from et_jax.models.config import ModelShape
+from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.model import num_weights, weight_bytes
 from et_jax.models.module import ModuleModel
 from et_jax.serve.config import AUTO, EngineConfig
@@ -73,6 +74,7 @@ def decoder_config(
         batch=batch,
         page_size=page_size,
         num_pages=everything if num_pages is None else num_pages,
+        mesh=_mesh(settings, model),
         max_length=length,
         prefill_batch=prefill_batch,
         chunk=chunk,
@@ -175,6 +177,35 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
             )
         chunk = _multiple(budget.segment, page_size)
     return chunk, _multiple(prefill_batch, chunk)
+
+
+def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
+    """The mesh of the first replica, None for one device. Raises UsageError where a model cannot be split so."""
+    size, devices = settings.tensor_parallel, jax.local_devices()
+    if size == 1:
+        return None
+    if jax.process_count() > 1:
+        raise UsageError("tensor_parallel splits a model over the devices of one process; run one process only.")
+    if size > len(devices):
+        virtual = ""
+        if devices[0].platform == "cpu":
+            virtual = f" (XLA_FLAGS=--xla_force_host_platform_device_count={size} divides this CPU into as many)"
+        raise UsageError(
+            f"tensor_parallel is {size} and there are {len(devices)} devices; choose at most that{virtual}."
+        )
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"tensor_parallel needs devices of one kind, and there are {' and '.join(kinds)}; hide the others."
+        )
+    if not isinstance(model, ModelConfig):
+        raise UsageError(f"tensor_parallel cannot split {settings.name}, a module; leave it out.")
+    if size not in (possible := sharding.sizes(model)):
+        raise UsageError(
+            f"tensor_parallel is {size}; {settings.name} can be split over {', '.join(map(str, possible))} devices, which "
+            "divide its heads, widths and vocabulary."
+        )
+    return sharding.mesh_of(size)
 
 
 def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:

@@ -8,23 +8,26 @@ import jax
 from et_jax.errors import UsageError
 
 
-def usable_memory(fraction: float) -> int:
-    """Return the bytes that may be used: this share of what is free on the default device.
+def usable_memory(fraction: float, together: int = 1) -> int:
+    """Return the bytes that may be used on a device: this share of what is free on the default one.
 
-    A device that reports no memory of its own, as a CPU, has the host's. Raises UsageError for a share
-    outside 0 to 1.
+    Devices that report no memory of their own, as those of a CPU, share the host's; `together` of them hold a model.
+    Raises UsageError for a share outside 0 to 1.
     """
     if not 0 < fraction <= 1:
         raise UsageError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")
     stats = jax.devices()[0].memory_stats()
-    free = host_memory() if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
+    free = host_memory() // together if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
     return int(fraction * free)
 
 
-def num_sharing(replicas: int) -> int:
-    """Return how many of so many replicas, placed on the devices in turn, share the memory of one; on a CPU all do."""
+def num_sharing(replicas: int, together: int = 1) -> int:
+    """Return how many of so many replicas share the memory of a device; on a CPU all do.
+
+    They are placed on the devices in turn, each on `together` of them.
+    """
     devices = jax.local_devices()
-    return replicas if devices[0].memory_stats() is None else -(-replicas // len(devices))
+    return replicas if devices[0].memory_stats() is None else -(-replicas // (len(devices) // together))
 
 
 def host_memory(root: Path = Path("/")) -> int:

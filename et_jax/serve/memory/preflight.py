@@ -15,8 +15,11 @@ from jax.typing import DTypeLike
 
 from et_jax.decode.cache.kv import token_bytes
 from et_jax.decode.config import DecoderConfig
+from et_jax.decode.sharded import split
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
+from et_jax.models import sharding
+from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.model import token_numbers, weight_bytes
 from et_jax.models.module import ModuleModel
 from et_jax.pallas.checks import EIGHT_BITS, wider
@@ -33,7 +36,8 @@ class Plan:
     """Bytes by what they are for, and the pages of the cache that fit.
 
     `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
-    besides its pages; `step` what a step needs while it runs. `memory` may be used in all. With
+    besides its pages; `step` what a step needs while it runs. `memory` may be used in all. Over several
+    devices these are the bytes of each. With
     `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
     `replicas` of a device has state, step and cache of its own.
     """
@@ -85,8 +89,7 @@ def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, re
 
 def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
     """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
-    dtype, quantize = config.weights_dtype, config.quantize
-    weights, step = sum(weight_bytes(model, dtype, quantize) for model in config.models), step_bytes(config)
+    weights, step = sum(_weight_bytes(config, model) for model in config.models), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
     if num_pages is None:
@@ -112,8 +115,17 @@ def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
 
 
 def _state_bytes(config: DecoderConfig) -> int:
-    leaves = jax.tree.leaves(jax.eval_shape(partial(empty, config)))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    state = jax.eval_shape(partial(empty, config))
+    if config.mesh is None:
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return sum(jax.tree.leaves(jax.tree.map(partial(sharding.local_bytes, config.mesh), state, split(state))))
+
+
+def _weight_bytes(config: DecoderConfig, model: ModelShape) -> int:
+    """Return the bytes of a model's weights on each device."""
+    if config.mesh is None or not isinstance(model, ModelConfig):
+        return weight_bytes(model, config.weights_dtype, config.quantize)
+    return sharding.bytes_of_chip(model, config.mesh, config.weights_dtype, config.quantize)
 
 
 def step_bytes(config: DecoderConfig) -> int:
