@@ -88,6 +88,9 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument(
         "--replicas", type=int, default=1, help="decoders that share the work, on the devices in turn (default 1)"
     )
+    machine.add_argument(
+        "--tensor-parallel", type=int, default=1, help="devices that each decoder is split over (default 1)"
+    )
     machine.add_argument("--num-pages", type=int, help="pages of the cache (default: for everything, if it fits)")
     flags.add_cache(machine)
     flags.add_calibration(machine)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
@@ -90,7 +90,7 @@ class DecoderConfig:
     compression: Compression | None = None
     tell_reads: bool = False
     stacked: bool = False
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:

@@ -60,6 +60,13 @@ class Calibration:
                 "head_sensitivity returns them."
             )
 
+    def of(self, model: ModelShape) -> "Calibration":
+        """Return the calibration with its query heads in the groups of a model that has copies of its KV heads."""
+        if self.sensitivity is None or self.sensitivity.array.shape[1] == model.num_kv_heads:
+            return self
+        heads = self.sensitivity.array.reshape(len(self.sensitivity.array), model.num_kv_heads, -1)
+        return dataclasses.replace(self, sensitivity=Table(heads))
+
     def check(self, model: ModelShape) -> None:
         """Raise UsageError unless the sensitivities are of the heads of `model`."""
         shape = model.num_layers, model.num_kv_heads, model.group_size

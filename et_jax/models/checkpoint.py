@@ -204,7 +204,7 @@ def load(
         raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
     config = read_model(folder)
     if (folder / CONVERTED).is_dir():
-        return config, _restore(folder, config, dtype, quantize, stacked, mesh)
+        return _restore(folder, config, dtype, quantize, stacked, mesh)
     sources, tensors, encoding = _located(folder, config)
     target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
@@ -219,12 +219,25 @@ def load(
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
-    places = None if mesh is None else sharding.placements(config, mesh, target, quantize, stacked=stacked)
-    return config, _put_in_place(config, structure.unflatten(nodes), stacked, places)
+    return _put_in_place(config, structure.unflatten(nodes), stacked, mesh, target, quantize)
 
 
-def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool, places: Params | None) -> Params:
-    """Return the weights that functions give, called one at a time, in their `places` or on the default device."""
+def _put_in_place(
+    config: ModelConfig, nodes: Params, stacked: bool, mesh: Mesh | None, dtype: DTypeLike, quantize: str | None
+) -> tuple[ModelConfig, Params]:
+    """Return the weights that functions give, called one at a time, on the default device or split over a mesh.
+
+    Beside them stands the model that they are of, over a mesh one with copies of its KV heads where they are too few.
+    """
+    places = None
+    if mesh is not None:
+
+        def copied(described: Any, node: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: sharding.copied(node(), described, original, mesh.size)
+
+        original, config = config, sharding.with_copies(config, mesh.size)
+        nodes = jax.tree.map(copied, describe(original), nodes, is_leaf=is_weight)
+        places = sharding.placements(config, mesh, dtype, quantize, stacked=stacked)
 
     def put(node: Callable[[], Any] | _Layers, place: Any = None) -> Any:
         if not isinstance(node, _Layers):
@@ -238,7 +251,7 @@ def _put_in_place(config: ModelConfig, nodes: Params, stacked: bool, places: Par
 
     nodes = in_stacks(nodes, config, lambda *layers: _Layers(layers)) if stacked else nodes
     params = jax.tree.map(put, nodes) if places is None else jax.tree.map(put, nodes, places)
-    return replace(params, embedding=looked_up(params.embedding))
+    return config, replace(params, embedding=looked_up(params.embedding))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +304,7 @@ def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
     if not (path / CONVERTED).is_dir():
         raise UsageError(f"{path} holds no converted weights ({CONVERTED}/); convert the model into it first.")
     config = read_config(path)
-    return config, _restore(path, config, "auto")
+    return _restore(path, config, "auto")
 
 
 def _restore(
@@ -301,8 +314,8 @@ def _restore(
     quantize: str | None = None,
     stacked: bool = False,
     mesh: Mesh | None = None,
-) -> Params:
-    """Return converted weights, cast to `dtype` or quantised, checked as those of a Hugging Face folder are."""
+) -> tuple[ModelConfig, Params]:
+    """Return converted weights, cast or quantised, checked as those of a Hugging Face folder are, and their model."""
     import orbax.checkpoint
 
     folder = path.absolute() / CONVERTED
@@ -335,13 +348,12 @@ def _restore(
     if quantize is not None:
         params = quantized(params, target)
     if not stacked and mesh is None:
-        return params
-    places = None if mesh is None else sharding.placements(config, mesh, target, quantize, stacked=stacked)
+        return config, params
     found, structure = jax.tree.flatten(params, is_leaf=is_weight)
     held = dict(enumerate(found))
     del params, found  # so that each array is let go once it is in its stack
     nodes = structure.unflatten([partial(held.pop, number) for number in sorted(held)])
-    return _put_in_place(config, nodes, stacked, places)
+    return _put_in_place(config, nodes, stacked, mesh, target, quantize)
 
 
 def _encoding(folder: Path) -> Encoding | None:

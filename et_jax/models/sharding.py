@@ -54,9 +54,37 @@ def check(model: ModelShape, mesh: Mesh | AbstractMesh) -> None:
 
 
 def sizes(model: ModelConfig) -> list[int]:
-    """Return over how many chips a model can be split, in ascending order."""
-    common = math.gcd(*_split_axes(model).values())
-    return [size for size in range(1, common + 1) if common % size == 0]
+    """Return over how many chips a model can be split, KV heads repeated where they are too few, in ascending order."""
+    common = math.gcd(*(size for axis, size in _split_axes(model).items() if axis not in ("num_kv_heads", "kv_heads")))
+    divisors = [size for size in range(1, common + 1) if common % size == 0]
+    return [size for size in divisors if with_copies(model, size).num_kv_heads % size == 0]
+
+
+def with_copies(model: S, size: int) -> S:
+    """Return a model of at least one KV head for each of `size` chips: each head is repeated where there are fewer.
+
+    A query head of such a model reads a copy of the KV head that it reads in `model`.
+    """
+    few = model.num_kv_heads < size and size % model.num_kv_heads == 0 and model.num_heads % size == 0
+    return dataclasses.replace(model, num_kv_heads=size) if few else model
+
+
+def copied(node: Any, described: Any, model: ModelConfig, size: int) -> Any:
+    """Return a weight, or an array that is no part of one, of `model` as `with_copies` has it.
+
+    `described` is its node of `params.describe`.
+    """
+    copies = with_copies(model, size).num_kv_heads // model.num_kv_heads
+    axes = (described.array if is_weight(described) else described).axes
+    if copies == 1 or "kv_heads" not in axes:
+        return node
+    axis = axes.index("kv_heads")
+
+    def repeated(x: Any) -> np.ndarray:
+        heads = np.asarray(x).reshape(*x.shape[:axis], -1, model.head_dim, *x.shape[axis + 1 :])
+        return np.repeat(heads, copies, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    return jax.tree.map(repeated, node)
 
 
 def _split_axes(model: ModelConfig) -> dict[str, int]:

@@ -18,8 +18,8 @@ from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
-from et_jax.models.config import ModelShape
 from et_jax.models import sharding
+from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, put, put_like
 from et_jax.scope import own_settings
 from et_jax.serve.completions import Completion, TokenEvent

@@ -49,6 +49,7 @@ def decoder_config(
     work.
     """
     num_pages = settings.num_pages if num_pages is None else num_pages
+    mesh, model = _mesh(settings, model), sharding.with_copies(model, settings.tensor_parallel)
     length = model.max_positions if settings.max_model_len is None else settings.max_model_len
     if not 2 <= length <= model.max_positions:
         raise UsageError(
@@ -74,7 +75,7 @@ def decoder_config(
         batch=batch,
         page_size=page_size,
         num_pages=everything if num_pages is None else num_pages,
-        mesh=_mesh(settings, model),
+        mesh=mesh,
         max_length=length,
         prefill_batch=prefill_batch,
         chunk=chunk,
@@ -86,7 +87,7 @@ def decoder_config(
         num_logprobs=MAX_LOGPROBS,
         num_stop_ids=MAX_EOS_IDS + MAX_STOP_IDS,
         penalties=True,
-        calibration=calibration or Calibration(),
+        calibration=(calibration or Calibration()).of(model),
         compression=_compression(settings, model, page_size),
         tell_reads=settings.tell_reads,
         stacked=stacks.stacked_on(platform),
@@ -202,8 +203,8 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
         raise UsageError(f"tensor_parallel cannot split {settings.name}, a module; leave it out.")
     if size not in (possible := sharding.sizes(model)):
         raise UsageError(
-            f"tensor_parallel is {size}; {settings.name} can be split over {', '.join(map(str, possible))} devices, which "
-            "divide its heads, widths and vocabulary."
+            f"tensor_parallel is {size}; {settings.name} can be split over {', '.join(map(str, possible))} devices, "
+            "which divide its heads, widths and vocabulary."
         )
     return sharding.mesh_of(size)
 

@@ -13,9 +13,11 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import is_widened, read_config, stored_dtype
+from et_jax.models.config import ModelConfig
 from et_jax.models.hub import resolve
 from et_jax.models.model import num_weights
 from et_jax.serve.config import EngineConfig
+from et_jax.serve.loading import chips
 from et_jax.serve.loading.sizing import decoder_config, lacks_sensitivity
 from et_jax.serve.memory.device_memory import num_sharing, usable_memory
 from et_jax.serve.memory.preflight import Plan, plan
@@ -30,13 +32,24 @@ def verdict(settings: EngineConfig) -> list[str]:
     model, beside = read_config(folder), tuple(map(read_config, others))
     dtype = stored_dtype(folder, settings.dtype)
     widened = " (from float16; --dtype bfloat16 takes half)" if is_widened(folder, settings.dtype) else ""
-    memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
+    together = settings.tensor_parallel
+    memory, replicas = usable_memory(settings.memory_fraction, together), num_sharing(settings.replicas, together)
 
     def planned(length: int | None) -> Plan:
         config = decoder_config(replace(settings, max_model_len=length), model, dtype, others=beside)
         return plan(config, memory, num_pages=settings.num_pages, replicas=replicas)
 
-    config, found = decoder_config(settings, model, dtype, others=beside), planned(settings.max_model_len)
+    def sized(split: ModelConfig) -> DecoderConfig:
+        return decoder_config(replace(settings, tensor_parallel=1), split, dtype, others=beside)
+
+    config, needed = (
+        decoder_config(settings, model, dtype, others=beside),
+        chips.needed(model, sized, settings.memory_fraction),
+    )
+    try:
+        found = planned(settings.max_model_len)
+    except UsageError as error:
+        raise UsageError(f"{error} {needed[0].upper()}{needed[1:]}.") from error
     refusals = serving_backend(model, config.page_size, config.weights_dtype, config.cache_dtype)[1]
     windows = [window for window in model.windows if window is not None]
     seen = f", {len(windows)} of them with a window of {max(windows)} tokens" if windows else ""
@@ -52,6 +65,7 @@ def verdict(settings: EngineConfig) -> list[str]:
         f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "
         f"of the {model.max_positions} that the model was made for",
         *found.table(),
+        needed,
     ]
 
 

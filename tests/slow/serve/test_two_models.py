@@ -79,7 +79,7 @@ def test_a_small_model_that_is_not_small_is_reported():
 
 def test_two_models_that_do_not_fit_in_memory_are_refused_before_a_weight_is_read(monkeypatch):
     one = loading.opened(EngineConfig(**SIZES), lambda _: None).plan
-    monkeypatch.setattr(loading, "usable_memory", lambda _: one.total)
+    monkeypatch.setattr(loading, "usable_memory", lambda *_: one.total)
     loading.opened(EngineConfig(**SIZES), lambda _: None)
     monkeypatch.setattr(loading, "load_checkpoint", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UsageError, match=r"This needs .* for weights in bfloat16"):

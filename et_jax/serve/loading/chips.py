@@ -1,0 +1,39 @@
+"""How many chips of each common kind a model needs, by its configuration alone."""
+
+from collections.abc import Callable
+
+from jax.sharding import AbstractMesh
+
+from et_jax.decode.config import DecoderConfig
+from et_jax.errors import UsageError
+from et_jax.models import sharding
+from et_jax.models.config import ModelConfig
+from et_jax.serve.memory.preflight import Plan, plan, size_text
+from et_jax.types import replace
+
+GIGABYTES = {"TPU v5e": 16, "TPU v6e": 32, "H100": 80, "H200": 141}
+"""The memory of a chip, by its vendor's data sheet."""
+
+
+def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], fraction: float) -> str:
+    """Return a line that says over how many chips of each kind a model fits, and the bytes of weights on each.
+
+    `config` gives the decoder of a model on one device; `fraction` of a chip's memory may be used.
+    """
+    found = {kind: _least(model, config, int(fraction * size * 1e9)) for kind, size in GIGABYTES.items()}
+    said = [
+        f"{kind} {'cannot' if fitting is None else f'{fitting[0]} ({size_text(fitting[1].weights)} of weights each)'}"
+        for kind, fitting in found.items()
+    ]
+    return f"chips that hold it (--tensor-parallel): {', '.join(said)}"
+
+
+def _least(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], memory: int) -> tuple[int, Plan] | None:
+    """The fewest chips of so much memory that hold a model, with what is on each; None where none do."""
+    for size in sharding.sizes(model):
+        mesh = None if size == 1 else AbstractMesh((size,), (sharding.AXIS,))
+        try:
+            return size, plan(replace(config(sharding.with_copies(model, size)), mesh=mesh), memory)
+        except UsageError:
+            continue
+    return None
