@@ -49,6 +49,11 @@ class Budget:
         return False
 
     @property
+    def compares_heads(self) -> bool:
+        """Whether what a KV head reads depends on other heads of its layer."""
+        return False
+
+    @property
     def fewest_tokens(self) -> int:
         """Tokens of the smallest budget it gives out, which must hold a block; 0 where it counts none."""
         return 0
@@ -132,6 +137,11 @@ class EntropyBudget(Budget):
     def fewest_tokens(self) -> int:
         """Those of the floor."""
         return int(self.floor * self.tokens)
+
+    @property
+    def compares_heads(self) -> bool:
+        """They do where they share the largest budget."""
+        return self.shared
 
     def started(self, num_kv_heads: int) -> EntropyNotes:
         """Return the notes of heads of which nothing has been seen."""

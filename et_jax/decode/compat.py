@@ -184,17 +184,15 @@ TABLE = (
         "{cache_budget} keeps {case.room} tokens and {max_model_len} is {case.length}, so that nothing would ever be "
         "left out; lower {cache_budget}, or leave it out.",
     ),
-    *(
-        Row(
-            lambda c, name=name: c.parallel and c.has(name),
-            f"{{{name}}} is not supported over several devices; leave {{{name}}} or {{tensor_parallel}} out.",
-        )
-        for name in ("draft", "small", "cache_budget")
+    Row(
+        lambda c: c.parallel and (c.small_drafter or c.has("small")),
+        "A second model is not supported over several devices; leave {tensor_parallel} out, or the small model ({draft} "
+        "lookup and {draft} self need none).",
     ),
     Row(
-        lambda c: c.parallel and c.laws.budget is not None,
-        "This control has a prefill budget, which is not supported over several devices; leave {tensor_parallel} out, "
-        "or choose another control.",
+        lambda c: c.parallel and c.laws.budget is not None and c.laws.budget.compares_heads,
+        "The heads of a layer share this prefill budget, and devices hold different heads; leave {tensor_parallel} out, "
+        "or take a budget for each head.",
     ),
     Row(
         lambda c: (

@@ -149,10 +149,10 @@ class DecoderConfig:
         if self.mesh is None:
             return
         sharding.check(self.model, self.mesh)
-        beside = [name for name in ("draft", "others", "compression") if getattr(self, name)]
-        beside += ["a budget"] * (self.controller.budget is not None)
-        if beside:
-            raise ValueError(f"mesh: got one beside {' and '.join(beside)}, wanted it without")
+        if self.others:
+            raise ValueError("mesh: got one beside other models, wanted it without")
+        if self.controller.budget is not None and self.controller.budget.compares_heads:
+            raise ValueError("mesh: got one beside a budget that compares heads, wanted one for each head")
 
     @property
     def of_chip(self) -> ModelShape:

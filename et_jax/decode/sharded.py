@@ -61,11 +61,13 @@ def by_heads(
         return attend(own, *given)
 
     heads, pages, everywhere = PartitionSpec(None, None, AXIS), split(cached), PartitionSpec()
+    alone = functools.partial(attend, dataclasses.replace(plant, mesh=None))
+    _, _, records = jax.eval_shape(alone, softmax, chunk, reader, q, k, v, cached, surprisal)
     return jax.shard_map(
         here,
         mesh=mesh,
         in_specs=(*split((softmax, chunk, reader)), heads, heads, heads, pages, everywhere),
-        out_specs=(heads, pages, PartitionSpec(None, AXIS)),
+        out_specs=(heads, pages, split(records)),
         check_vma=False,  # kernels do not say over which axes their outputs vary
     )(softmax, chunk, reader, q, k, v, cached, surprisal)
 

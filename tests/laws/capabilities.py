@@ -60,6 +60,8 @@ MIXTURE = replace(
     intermediate_size=24,
     experts=ExpertConfig(num_experts=6, num_per_token=3, width=24, normalised=True, layers=(True, True)),
 )
+WIDE = replace(TINY, num_heads=8)  # of two KV heads: over four devices each is there twice
+WIDE_MIXTURE = replace(MIXTURE, num_heads=8, num_kv_heads=4)
 SMALL = replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
 
 
@@ -67,7 +69,7 @@ SMALL = replace(TINY, num_layers=1, windows=(None,))  # the first layer of the o
 def folder(config: ModelConfig) -> Path:
     """A checkpoint of random weights, large enough for attention and entropy to show, and what its heads weigh."""
     path = Path(tempfile.mkdtemp(prefix="tiny-model-"))
-    drawn = initialise(MIXTURE if config == MIXTURE else TINY, jax.random.key(0), jnp.float32)
+    drawn = initialise(TINY if config == SMALL else config, jax.random.key(0), jnp.float32)
     drawn = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), drawn)
     drawn = replace(drawn, head=jax.tree.map(lambda x: 10 * x, drawn.head), layers=drawn.layers[: config.num_layers])
     write_hugging_face(path, config, drawn)
@@ -200,3 +202,37 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         dense={"tolerance": 0.0, "least": 1.0},
     ),
 }
+
+_FOUR = {"tensor_parallel": 4}
+
+OVER_DEVICES: dict[str, Callable[[], Capability]] = {
+    "over devices, lookup": lambda: Capability(
+        load=functools.partial(tiny, WIDE), settings=_FOUR | {"dtype": "float32"} | _LOOKUP, drafts=True
+    ),
+    "over devices, certified, self": lambda: _pruning(
+        load=functools.partial(tiny, WIDE),
+        settings=_FOUR | {"dtype": "float32", "control": pruned("certified", tolerance=0.5)} | _SELF,
+        certifies=0.5,
+        drafts=True,
+    ),
+    "over devices, adaptive, int8": lambda: _pruning(
+        load=functools.partial(tiny, WIDE),
+        settings=_FOUR | {"cache_dtype": "int8", "quantize": "int8", "control": pruned("adaptive", tolerance=0.3)},
+    ),
+    "over devices, compressed by head": lambda: Capability(
+        load=functools.partial(tiny, WIDE), settings=_FOUR | {"cache_budget": SPLIT}, dense=None, prunes=True
+    ),
+    "over devices, budget": lambda: Capability(
+        load=functools.partial(tiny, WIDE),
+        settings=_FOUR | {"control": preset("entropyinfer", prefill_budget=16)},
+        dense=None,
+        prunes=True,
+        keeps_prefixes=False,
+    ),
+    "over devices, paper, stacked, experts by entropy": lambda: _pruning(
+        load=functools.partial(stacked, WIDE_MIXTURE),
+        settings=_FOUR | {"control": pruned("paper", tolerance=0.5), "experts": Entropy(least=0.3)},
+        dense={"tolerance": 0.0, "least": 1.0},
+    ),
+}
+"""Those over four devices, which `-m devices` tries."""

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from capabilities import CAPABILITIES, SLOW
+from capabilities import CAPABILITIES, OVER_DEVICES, SLOW
 from hurry import hurried
 from served import Served
 
@@ -21,7 +21,10 @@ def _compiled_in_a_hurry():
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CAPABILITIES],
+    params=[
+        *(pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CAPABILITIES),
+        *(pytest.param(name, marks=pytest.mark.devices) for name in OVER_DEVICES),
+    ],
 )
 def served(request):
     """Every capability in turn."""
@@ -32,4 +35,4 @@ def served(request):
 def _made(name: str) -> Served:
     """A row, made once: between two laws pytest may ask for others."""
     with hurried():
-        return Served(CAPABILITIES[name]())
+        return Served((CAPABILITIES | OVER_DEVICES)[name]())

@@ -60,14 +60,18 @@ class Budgeted:
         """Return the notes of every slot with what the rows read."""
 
         def add(sofar: PromptNotes, one: SegmentsRead) -> PromptNotes:
-            read = sofar.blocks_read.at[chunk.slot].add(one.blocks_read)
-            sofar = replace(sofar, blocks_read=read, blocks_held=sofar.blocks_held.at[chunk.slot].add(one.blocks_held))
+            read, there = (jnp.sum(x, axis=1).astype(jnp.float32) for x in (one.blocks_read, one.blocks_held))
+            sofar = replace(
+                sofar,
+                blocks_read=sofar.blocks_read.at[chunk.slot].add(read),
+                blocks_held=sofar.blocks_held.at[chunk.slot].add(there),
+            )
             if one.probe is None or sofar.mass is None or sofar.num_probes is None:
                 return sofar
-            layer, share, num_probes = one.probe
+            share, num_probes = one.probe.share, jnp.sum(one.probe.num_heads, axis=1)
             return replace(
                 sofar,
-                mass=sofar.mass.at[chunk.slot, layer].add(share),
+                mass=sofar.mass.at[chunk.slot, one.probe.layer].add(total(share)),
                 num_probes=sofar.num_probes.at[chunk.slot].add(num_probes),
             )
 
@@ -76,16 +80,27 @@ class Budgeted:
 
 @pytree
 class SegmentsRead:
-    """What the rows read of one layer: blocks, of those there were, over KV heads, and what the budget `kept` of slots.
+    """What the rows read of one layer: blocks, of those there were, and what the budget `kept` of slots.
 
-    `probe` is the layer, the share of its attention that the last query of each row had on the blocks read, summed over
-    query heads, and how many heads these are; None where nothing was left out, or no one asks.
+    `probe` is None where nothing was left out, or no one asks.
     """
 
     kept: Any
-    blocks_read: Float[Array, " r"]
-    blocks_held: Float[Array, " r"]
-    probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None
+    blocks_read: Int[Array, "r k"]
+    blocks_held: Int[Array, "r k"]
+    probe: "Probe | None"
+
+
+@pytree
+class Probe:
+    """The share of a layer's attention that the last query of each row had on the blocks read.
+
+    It is summed over the `num_heads` query heads of each KV head, both 0 in rows that are not probed.
+    """
+
+    layer: Int[Array, ""]
+    share: Float[Array, "r k"]
+    num_heads: Float[Array, "r k"]
 
 
 @pytree
@@ -132,7 +147,7 @@ class BudgetedOfLayer:
         blocks, counts = list_blocks(opened)
         probe = None
         if self.probed:
-            probe = self.layer, *_probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
+            probe = self._probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
         return attend(blocks=blocks, counts=counts)[0], _read(kept, opened, held_by_heads, probe)
 
     def _choose(
@@ -179,35 +194,39 @@ class BudgetedOfLayer:
         return opened, kept
 
 
+    def _probe(
+        self,
+        plant: Plant,
+        softmax: Softmax,
+        chunk: Chunk,
+        q: Float[Array, "r t h d"],
+        cached: LayerCache,
+        opened: Bool[Array, "r k n"],
+        asked: Bool[Array, " r"],
+    ) -> Probe:
+        """What the last query of the rows `asked` has of its attention on the blocks opened."""
+        newest = jnp.take_along_axis(q, jnp.maximum(chunk.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
+        length = jnp.where(asked, chunk.start + chunk.count, 0)
+        there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]
+        blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
+        stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
+        _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
+        assert mass is not None
+        group = mass.shape[1] // opened.shape[1]
+        by_head = jnp.repeat(opened, group, axis=1)
+        kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
+        share = total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf)).reshape(*opened.shape[:2], group))
+        asked = jnp.broadcast_to(asked[:, None], share.shape)
+        share, num_heads = jnp.where(asked, share, 0.0), jnp.where(asked, float(group), 0.0)
+        return Probe(layer=self.layer, share=share, num_heads=num_heads)
+
+
 def _read(
     kept: Any,
     opened: Bool[Array, "r k n"],
     held: Bool[Array, "r k n"],
-    probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None,
+    probe: Probe | None,
 ) -> SegmentsRead:
     """The notes of a layer in which these blocks were read."""
-    read, there = (jnp.sum(x, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32) for x in (opened, held))
+    read, there = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in (opened, held))
     return SegmentsRead(kept=kept, blocks_read=read, blocks_held=there, probe=probe)
-
-
-def _probe(
-    plant: Plant,
-    softmax: Softmax,
-    chunk: Chunk,
-    q: Float[Array, "r t h d"],
-    cached: LayerCache,
-    opened: Bool[Array, "r k n"],
-    asked: Bool[Array, " r"],
-) -> tuple[Float[Array, " r"], Float[Array, " r"]]:
-    """What the last query of the rows `asked` has of its attention on the blocks opened, as `SegmentsRead.probe`."""
-    newest = jnp.take_along_axis(q, jnp.maximum(chunk.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
-    length = jnp.where(asked, chunk.start + chunk.count, 0)
-    there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]
-    blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
-    stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
-    _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
-    assert mass is not None
-    by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
-    kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
-    share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf))), 0.0)
-    return share, jnp.where(asked, float(mass.shape[1]), 0.0)

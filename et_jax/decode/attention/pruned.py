@@ -5,6 +5,7 @@ where it mostly lies at the next few.
 """
 
 from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -123,7 +124,7 @@ class Heavy:
 
     def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
         """Return the blocks that were read, over layers and KV heads."""
-        return jnp.sum(by_layer(notes, lambda read: read, axis=0), axis=0, dtype=jnp.int32)
+        return jnp.sum(by_layer(notes, attrgetter("blocks"), axis=0), axis=(0, 2), dtype=jnp.int32)
 
 
 @pytree
@@ -145,19 +146,27 @@ class HeavyOfLayer:
         cached: LayerCache,
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
-    ) -> tuple[Float[Array, "_ 1 h d"], Int[Array, " r"]]:
+    ) -> tuple[Float[Array, "_ 1 h d"], "HeavyRead"]:
         """Return attention to the blocks listed, and how many those are."""
         lengths, size = chunk.lengths, plant.page_size
         queries = q[: len(lengths), 0]
         if softmax.window is not None:
             out, _ = read_all(plant, softmax, queries, cached, replace(chunk, at=None), block_sums=False)
             first = jnp.maximum(lengths - softmax.window, 0) // size
-            return out[:, None], (-(-lengths // size) - first) * plant.model.num_kv_heads
+            blocks = -(-lengths // size) - first
+            return out[:, None], HeavyRead(blocks=jnp.broadcast_to(blocks[:, None], self.counts.shape))
         out = read_listed(plant, softmax, queries, cached, chunk.table, self.listed, self.counts, lengths)
         there = (jnp.arange(self.listed.shape[2]) < self.counts[..., None]) & (
             self.listed * size < lengths[:, None, None]
         )
-        return out[:, None], jnp.sum(there, axis=(1, 2), dtype=jnp.int32)
+        return out[:, None], HeavyRead(blocks=jnp.sum(there, axis=2, dtype=jnp.int32))
+
+
+@pytree
+class HeavyRead:
+    """How many blocks of one layer each row and KV head read."""
+
+    blocks: Int[Array, "r k"]
 
 
 @jax.named_scope("list")

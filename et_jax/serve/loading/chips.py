@@ -30,7 +30,7 @@ def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], f
 
 def _least(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], memory: int) -> tuple[int, Plan] | None:
     """The fewest chips of so much memory that hold a model, with what is on each; None where none do."""
-    for size in sharding.sizes(model):
+    for size in [1] if config(model).others else sharding.sizes(model):  # a second model is not split
         mesh = None if size == 1 else AbstractMesh((size,), (sharding.AXIS,))
         try:
             return size, plan(replace(config(sharding.with_copies(model, size)), mesh=mesh), memory)

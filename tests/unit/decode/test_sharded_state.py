@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from small_model import PAGE, configuration
+from small_model import MODEL, PAGE, configuration
 
-from et_jax.control.compression import named
 from et_jax.control.presets import preset
 from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.sharded import split
 from et_jax.decode.state import empty
+from et_jax.types import replace
 
 ALONE = Mesh(np.array(jax.devices()[:1]), ("tp",))
 BUDGETED = preset("entropyinfer", prefill_budget=16)
 assert BUDGETED.budget is not None
+SHARED = replace(BUDGETED, budget=replace(BUDGETED.budget, shared=True))
 SEGMENT = -(-BUDGETED.budget.segment // PAGE) * PAGE
 
 
@@ -36,13 +37,11 @@ def test_scales_of_8_bits_are_split_by_heads_and_what_has_none_by_nothing():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"draft": Drafting(most=3)}, "draft"),
-        ({"compression": named("latent", 16, window=6, gap=3)}, "compression"),
-        ({"quantize": "int8"}, "quantize"),
-        ({"controller": BUDGETED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget"),
+        ({"others": (MODEL,), "draft": Drafting(most=3)}, "other models"),
+        ({"controller": SHARED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget that compares heads"),
     ],
 )
 def test_what_is_not_served_over_a_mesh_is_refused(changes, told):
     configuration(**changes)
-    with pytest.raises(ValueError, match=f"mesh: got one beside {told},"):
+    with pytest.raises(ValueError, match=f"mesh: got one beside {told}, wanted"):
         configuration(mesh=ALONE, **changes)
