@@ -1,0 +1,92 @@
+"""A model that `load` splits over several devices: the texts of one device, its memory, its replicas, refusals."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+from capabilities import TINY, WIDE, folder, tiny
+
+from et_jax.errors import UsageError
+from et_jax.serve.config import EngineConfig
+from et_jax.serve.loading.verdict import verdict
+from et_jax.serve.requests import SamplingParams
+
+over_devices = pytest.mark.devices
+PROMPTS = ["It was", "In the year 1801 the old king", "The sea"]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def texts(model):
+    return [(one.token_ids, [row.blocks_read for row in one.trace]) for one in model.generate(PROMPTS, GREEDY)]
+
+
+@over_devices
+def test_texts_are_those_of_one_device_over_any_number(hardly_optimised):
+    alone = [tokens for tokens, _ in texts(tiny(WIDE, dtype="float32"))]
+    for size in (2, 4, 8):
+        model = tiny(WIDE, dtype="float32", tensor_parallel=size)
+        assert [tokens for tokens, _ in texts(model)] == alone
+        assert model.config.num_kv_heads == max(2, size)
+        assert len(model.params.layers[0].k.array.addressable_shards) == size
+        model.close()
+
+
+@over_devices
+def test_replicas_take_the_next_devices(hardly_optimised):
+    model = tiny(WIDE, dtype="float32", tensor_parallel=4, replicas=3)
+    texts(model)
+    [served] = model._replicas.values()
+    groups = [sorted(device.id for device in each.device.state.urgency.devices()) for each in served.replicas]
+    assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+    model.update(model.params)  # stays where it is, on every group
+    assert [len(jax.tree.leaves(each.device.weights)[0].devices()) for each in served.replicas] == [4, 4, 4]
+
+
+@over_devices
+def test_each_device_holds_its_part():
+    alone, four = (tiny(TINY, dtype="float32", tensor_parallel=size)._plan for size in (1, 2))
+    assert alone is not None and four is not None
+    assert four.page == alone.page / 2 and alone.weights / 2 < four.weights < alone.weights / 1.9
+
+
+def answers(output):
+    rows = map(json.loads, output.read_text().splitlines())
+    return {row["custom_id"]: row["response"]["body"]["choices"] for row in rows}
+
+
+@over_devices
+def test_a_batch_goes_on_over_devices(tmp_path, hardly_optimised):
+    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 4}) + "\n" for prompt in PROMPTS))
+    command = [sys.executable, "-m", "et_jax.generate", "--model", str(folder(WIDE)), "--tensor-parallel", "4"]
+    command += ["--input", str(given), "--output", str(output), "--max-model-len", "64", "--page-size", "4"]
+    assert subprocess.run(command, check=False).returncode == 0
+    complete = answers(output)
+    output.write_text(output.read_text().splitlines(keepends=True)[0])
+    assert subprocess.run(command, check=False).returncode == 0
+    assert answers(output) == complete and len(complete) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tensor_parallel": 64}, r"tensor_parallel is 64 and there are \d devices; choose at most that \(XLA_FLAGS="),
+        ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be"),
+        ({"tensor_parallel": 2, "draft": "bundled-small"}, "A second model is not supported over several devices"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(settings, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        tiny(TINY, **settings)
+
+
+@over_devices
+def test_a_number_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(UsageError, match=r"tensor_parallel is 3; .* can be split over 1, 2, 4 devices"):
+        tiny(TINY, tensor_parallel=3)
+
+
+def test_a_check_says_over_how_many_chips_a_model_fits():
+    assert "TPU v5e 1 (" in verdict(EngineConfig(name=str(folder(TINY))))[-1]
