@@ -127,6 +127,7 @@ QWEN3_30B_A3B = {
     **{"architecture": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_kv_heads": 4},
     "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
 }
+LLAMA3_70B = {**LLAMA3_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64}
 MIXTRAL_8X7B = {
     **LLAMA3_8B,
     **{"architecture": "mixtral", "vocab_size": 32000},

@@ -25,6 +25,7 @@ from et_jax.decode.state import empty
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig
 from et_jax.models.params import Params, abstract
+from et_jax.models.sharding import with_copies
 from et_jax.models.stacks import stacked_on, stacks_of
 from et_jax.models.weights import by_rows, num_bytes
 from et_jax.types import Table, replace
@@ -82,6 +83,7 @@ def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | No
         for shape in (decoding.model, decoding.small)
         if shape is not None
     )
+    model = model if mesh is None else with_copies(model, mesh.size)
     controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
     return DecoderConfig(

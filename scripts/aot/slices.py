@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from aot.chips import MIXTRAL_8X7B, Chip, Decoding, tpu
+from aot.chips import BOTH, LLAMA3_8B, LLAMA3_70B, MIXTRAL_8X7B, Chip, Decoding, tpu
 from aot.decoders import TEMPORARY_SHARE, arguments_of, decoder_config, served
 from aot.programs import Lowering, Program, by_path
 from jax.experimental import topologies
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from et_jax.decode.decoder import decoder
 from et_jax.decode.sharded import split
 from et_jax.decode.state import empty
+from et_jax.models.config import ModelConfig
 from et_jax.models.params import abstract
 from et_jax.models.sharding import AXIS, shardings, weight_specs
 from et_jax.models.weights import num_bytes
@@ -29,25 +30,34 @@ class Slice:
     memory: float
 
 
-SLICES = tuple(
-    Slice(chip=tpu(f"{kind} 2x4", f"{kind}:2x4"), memory=memory) for kind, memory in (("v5e", 16e9), ("v6e", 32e9))
-)
-_SIZES: dict[str, Any] = {"num_layers": 32, "num_slots": 16, "max_length": 8192, "prefill_batch": 512}
-DECODING = Decoding(name="mixtral_8x7b, 32 layers", model=MIXTRAL_8X7B, functions=("decode", "prefill"), **_SIZES)
+MEMORY = {"v5e": 16e9, "v6e": 32e9}
+_SIZES: dict[str, Any] = {"num_slots": 16, "max_length": 8192, "prefill_batch": 512, "functions": BOTH}
+MIXTRAL = Decoding(name="mixtral_8x7b, 32 layers", model=MIXTRAL_8X7B, num_layers=32, **_SIZES)
+MIXTRAL_INT8 = dataclasses.replace(MIXTRAL, name="mixtral_8x7b, int8, 32 layers", quantize="int8")
+LLAMA = Decoding(name="llama3_8b, 32 layers", model=LLAMA3_8B, num_layers=32, **_SIZES)
+LARGE = Decoding(name="llama3_70b, int8, 80 layers", model=LLAMA3_70B, num_layers=80, quantize="int8", **_SIZES)
+# On which slice each is compiled; the last ones, whose paths others take, only where all programs are asked for.
+USUAL = (("v5e", "2x4", MIXTRAL), ("v6e", "2x4", MIXTRAL), ("v5e", "4x4", LARGE))
+SELDOM = (("v5e", "2x4", MIXTRAL_INT8), ("v5e", "2x2", LLAMA), ("v5e", "2x4", LLAMA))
 COLLECTIVES = {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"}  # once for all layers of a loop
 
 
 def slice_programs() -> list[Program]:
-    """Return the functions of the decoder for every slice."""
-    return [
-        Program(
-            name=f"{DECODING.name} {function} ({one.chip.backend})",
-            chip=one.chip.name,
-            build=partial(slice_program, DECODING, one, function),
-        )
-        for one in SLICES
-        for function in DECODING.functions
-    ]
+    """Return the functions of every decoder on its slice."""
+    found = []
+    for case in (*USUAL, *SELDOM):
+        kind, shape, decoding = case
+        one = Slice(chip=tpu(f"{kind} {shape}", f"{kind}:{shape}"), memory=MEMORY[kind])
+        found += [
+            Program(
+                name=f"{decoding.name} {function} ({one.chip.backend})",
+                chip=one.chip.name,
+                build=partial(slice_program, decoding, one, function),
+                usual=case in USUAL,
+            )
+            for function in decoding.functions
+        ]
+    return found
 
 
 def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
@@ -68,7 +78,8 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
     state = jax.eval_shape(partial(empty, config))
-    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
+    assert isinstance(config.model, ModelConfig)
+    weights = abstract(config.model, jnp.bfloat16, decoding.quantize, stacked=config.stacked)
     weights = jax.tree.map(put, weights, shardings(mesh, weight_specs(weights, config.model)))
     state = jax.tree.map(put, state, shardings(mesh, split(state)))
     program, arguments = getattr(decoder(config), function), arguments_of(function, config, (weights,), state, put)
