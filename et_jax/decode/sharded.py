@@ -14,7 +14,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import Array, Float
 
-from et_jax.decode.attention.reads import AllRead, LayerReads
 from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
@@ -52,7 +51,7 @@ def by_heads(
     v: Float[Array, "r t k d"],
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
-) -> tuple[Float[Array, "r t h d"], LayerCache, LayerReads | AllRead | None]:
+) -> tuple[Float[Array, "r t h d"], LayerCache, Any]:
     """Return what `attend` does of one layer, done on every chip for its own heads."""
     mesh = mesh_of(plant)
     own = dataclasses.replace(plant, model=of_chip(plant.model, mesh), mesh=None)
