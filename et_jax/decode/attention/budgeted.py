@@ -193,7 +193,6 @@ class BudgetedOfLayer:
         kept, opened = jax.lax.scan(one, self.kept, rows)
         return opened, kept
 
-
     def _probe(
         self,
         plant: Plant,
