@@ -186,8 +186,8 @@ TABLE = (
     ),
     Row(
         lambda c: c.parallel and (c.small_drafter or c.has("small")),
-        "A second model is not supported over several devices; leave {tensor_parallel} out, or take a {draft} that needs "
-        "none: lookup or self.",
+        "A second model is not supported over several devices; leave {tensor_parallel} out, or take a {draft} that "
+        "needs none: lookup or self.",
     ),
     Row(
         lambda c: c.parallel and c.laws.budget is not None and c.laws.budget.compares_heads,
