@@ -26,7 +26,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.control.budget import PromptNotes
+from et_jax.control.budget import PromptRecord
 from et_jax.io import html
 from et_jax.types import pytree, replace, static, value
 
@@ -70,7 +70,7 @@ class Signals:
     generated: Int[Array, "*b"]
     remaining: Int[Array, "*b"]
     arrival: Int[Array, "*b"]
-    pages_held: Int[Array, "*b"]
+    allocated_pages: Int[Array, "*b"]
     urgency: Float[Array, "*b"]
 
     def _repr_html_(self) -> str | None:
@@ -106,7 +106,7 @@ _UNITS = {
     "generated": "tokens",
     "remaining": "tokens",
     "arrival": "order",
-    "pages_held": "pages",
+    "allocated_pages": "pages",
     "urgency": "the caller's",
 }
 """Units of the fields of `Signals`, in their order."""
@@ -121,7 +121,7 @@ class ControlState:
     in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
     (see `unpack_blocks`). `block_mass` is the share of attention mass that each query head had on each block when that
-    was last read, 1 before; None unless a selector goes by it. `notes` is what laws keep for themselves from token to
+    was last read, 1 before; None unless a selector goes by it. `records` is what laws keep for themselves from token to
     token, each under one name. `prompt` is how the prompt is read, up to the first token; None without a budget.
 
     A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
@@ -137,8 +137,8 @@ class ControlState:
     priority: Float[Array, "*b"]
     wait: Int[Array, "*b"]
     block_mask: UInt32[Array, "*b l k n32"]
-    notes: dict[str, Any]
-    prompt: PromptNotes | None = None
+    records: dict[str, Any]
+    prompt: PromptRecord | None = None
     block_mass: Float[Array, "*b l h n"] | None = None
 
 
@@ -167,7 +167,7 @@ class Law:
     Both change only the fields they are named for. Derive from it, as a `value`, for a law with numbers; a
     plain function `(Signals, ControlState) -> ControlState` is a law with none and nothing to start.
 
-    `sets` names the fields that a call may change, notes aside. A law that does not say is asked by tracing it, and one
+    `sets` names the fields that a call may change, records aside. A law that does not say is asked by tracing it, and one
     that changes the call of another has to say anew.
     """
 
@@ -263,9 +263,9 @@ def started(law: Law, state: ControlState) -> ControlState:
 def updated(law: Law, signals: Signals, state: ControlState) -> ControlState:
     """Return the state after `law`. Raises ValueError, naming the law, where it is not of the right form."""
     after = _checked(law, state, law(signals, state))
-    if described(after.notes) != described(state.notes):
+    if described(after.records) != described(state.records):
         raise ValueError(
-            f"The law {name_of(law)} leaves notes of {described(after.notes)} where {described(state.notes)} stood; "
+            f"The law {name_of(law)} leaves records of {described(after.records)} where {described(state.records)} stood; "
             "what a law keeps has one form, that of its init."
         )
     return after
@@ -281,7 +281,7 @@ def _checked(law: Law, before: ControlState, after: Any) -> ControlState:
     changed = {}
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
-        if field.name != "notes" and new is not old:
+        if field.name != "records" and new is not old:
             changed[field.name] = one_like(old, new, f"The law {name_of(law)} sets {field.name} to")
     return replace(after, **changed) if changed else after
 
@@ -312,19 +312,19 @@ def described(tree: Any) -> str:
     return type(tree).__name__
 
 
-def claim(law: Law, state: ControlState, name: str, note: Any) -> ControlState:
-    """Return the state with a note of its own for `law`, as `init` starts it.
+def claim(law: Law, state: ControlState, name: str, record: Any) -> ControlState:
+    """Return the state with a record of its own for `law`, as `init` starts it.
 
     Raises ValueError where another law keeps one of that name: the two would overwrite each other.
     """
-    if name in state.notes:
+    if name in state.records:
         raise ValueError(
-            f"The law {name_of(law)} keeps the note {name!r}, which another law of the chain keeps already; "
+            f"The law {name_of(law)} keeps the record {name!r}, which another law of the chain keeps already; "
             "leave one of them out."
         )
-    return replace(state, notes=state.notes | {name: note})
+    return replace(state, records=state.records | {name: record})
 
 
-def noted(state: ControlState, name: str, note: Any) -> ControlState:
-    """Return the state with the note `name` changed."""
-    return replace(state, notes=state.notes | {name: note})
+def with_record(state: ControlState, name: str, record: Any) -> ControlState:
+    """Return the state with the record `name` changed."""
+    return replace(state, records=state.records | {name: record})

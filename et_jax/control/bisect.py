@@ -20,11 +20,11 @@ def above_threshold(score: Float[Array, "g n"], allowed: Allowed) -> Bool[Array,
     of such a loop, by 256ths. Scores are not NaN.
     """
     keys = ordered(score.astype(jnp.float32))
-    parts, halves = (partial(find, allowed) for find in (by_parts, by_halves))
+    parts, halves = (partial(find, allowed) for find in (radix_search, bisection))
     return keys >= jax.lax.platform_dependent(keys, cuda=parts, rocm=parts, default=halves)[:, None]
 
 
-def by_halves(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
+def bisection(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
     """Return the greatest cut that is allowed, or the least key: its interval is halved until it has one."""
     least, most = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)
 
@@ -38,7 +38,7 @@ def by_halves(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g
     return low
 
 
-def by_parts(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
+def radix_search(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
     """Return the same cut, byte by byte: of 256 cuts at once the greatest that is allowed, then of 256 above it."""
     low = jnp.min(keys, axis=-1)
     room = jnp.max(keys, axis=-1) - low  # a cut at low is allowed or opens all; none above low + room opens any

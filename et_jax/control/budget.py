@@ -84,7 +84,7 @@ class ConstantBudget(Budget):
 
 
 @pytree
-class EntropyNotes:
+class HeadBudgets:
     """What `EntropyBudget` keeps of each KV head: the last entropy and budget, and whether all entropies were ~0."""
 
     entropy: Float[Array, "*b k"]
@@ -133,22 +133,22 @@ class EntropyBudget(Budget):
         """Those of the floor."""
         return int(self.floor * self.tokens)
 
-    def started(self, num_kv_heads: int) -> EntropyNotes:
+    def started(self, num_kv_heads: int) -> HeadBudgets:
         """Return the notes of heads of which nothing has been seen."""
-        return EntropyNotes(
+        return HeadBudgets(
             entropy=jnp.zeros(num_kv_heads, jnp.float32),
             tokens=jnp.full(num_kv_heads, self.tokens, jnp.float32),
             rigid=jnp.ones(num_kv_heads, bool),
             begun=jnp.zeros(num_kv_heads, bool),
         )
 
-    def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
+    def choose(self, segment: Segment, kept: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
         """Return the blocks to read, and the budgets."""
         tokens, after = self.given(segment, kept)
         count = jnp.floor(tokens / segment.block_size).astype(jnp.int32)
         return greatest(segment.score, count, segment.visible), after
 
-    def given(self, segment: Segment, kept: EntropyNotes) -> tuple[Float[Array, " k"], EntropyNotes]:
+    def given(self, segment: Segment, kept: HeadBudgets) -> tuple[Float[Array, " k"], HeadBudgets]:
         """Return how many tokens each head may read, and the budgets."""
         after = jax.tree.map(
             lambda new, old: jnp.where(jnp.any(segment.visible), new, old),
@@ -160,12 +160,12 @@ class EntropyBudget(Budget):
             tokens = jnp.full_like(tokens, jnp.max(tokens))
         return tokens, after
 
-    def updated(self, entropy: Float[Array, " k"], kept: EntropyNotes) -> EntropyNotes:
+    def updated(self, entropy: Float[Array, " k"], kept: HeadBudgets) -> HeadBudgets:
         """Return the budgets after one more segment of this entropy."""
         growth = jnp.clip((entropy - kept.entropy) / (kept.entropy + 1e-9), 0.0, 1.0 + self.threshold)
         growth = jnp.where(kept.begun, growth, self.threshold)
         tokens = kept.tokens + self.gain * self.tokens * (growth - self.threshold)
-        return EntropyNotes(
+        return HeadBudgets(
             entropy=entropy,
             tokens=jnp.clip(tokens, self.floor * self.tokens, self.cap * self.tokens),
             rigid=kept.rigid & (entropy < self.rigid_below),
@@ -251,7 +251,7 @@ class CertifiedBudget(Budget):
 
 
 @pytree
-class PromptNotes:
+class PromptRecord:
     """How a prompt is read under a budget.
 
     `kept` is what the budget keeps of each layer and KV head. `blocks_read` of `blocks_held` blocks were read so far,
@@ -267,12 +267,12 @@ class PromptNotes:
     num_probes: Float[Array, "*b"] | None
 
 
-def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -> PromptNotes:
+def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -> PromptRecord:
     """Return the notes of a prompt of which nothing is read."""
     zero = jnp.zeros((), jnp.float32)
     kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_layers, *x.shape)), budget.started(num_kv_heads))
     mass, num_probes = (jnp.zeros(num_layers, jnp.float32), zero) if probed else (None, None)
-    return PromptNotes(kept=kept, blocks_read=zero, blocks_held=zero, mass=mass, num_probes=num_probes)
+    return PromptRecord(kept=kept, blocks_read=zero, blocks_held=zero, mass=mass, num_probes=num_probes)
 
 
 def greatest(score: Float[Array, "k n"], count: Int[Array, " k"], visible: Bool[Array, " n"]) -> Bool[Array, "k n"]:

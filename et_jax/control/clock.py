@@ -3,14 +3,14 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, Signals, claim, noted, started, updated
+from et_jax.control.base import ControlState, Law, Signals, claim, with_record, started, updated
 from et_jax.types import Number, derived, pytree, replace, static, value
 
-_NOTE = "clock"  # one clock drives a sequence
+_RECORD = "clock"  # one clock drives a sequence
 
 
 @pytree
-class EntropyNote:
+class EntropyRecord:
     """The raw entropy a clock measures the next one by, in nats."""
 
     entropy: Float[Array, "*b"]
@@ -35,13 +35,13 @@ class FallClock(Law):
 
     def init(self, state: ControlState) -> ControlState:
         """Note an entropy from which nothing falls."""
-        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.zeros_like(state.entropic_time)))
+        return claim(self, state, _RECORD, EntropyRecord(entropy=jnp.zeros_like(state.entropic_time)))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Add the fall."""
-        fall = jnp.maximum(0.0, state.notes[_NOTE].entropy - signals.entropy - self.deadband)
+        fall = jnp.maximum(0.0, state.records[_RECORD].entropy - signals.entropy - self.deadband)
         state = replace(state, entropic_time=state.entropic_time + fall)
-        return noted(state, _NOTE, EntropyNote(entropy=signals.entropy))
+        return with_record(state, _RECORD, EntropyRecord(entropy=signals.entropy))
 
 
 @value
@@ -55,14 +55,14 @@ class RecordClock(Law):
 
     def init(self, state: ControlState) -> ControlState:
         """Note that there is no low yet."""
-        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.full_like(state.entropic_time, jnp.inf)))
+        return claim(self, state, _RECORD, EntropyRecord(entropy=jnp.full_like(state.entropic_time, jnp.inf)))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Add the fall below the least so far."""
-        least = state.notes[_NOTE].entropy
+        least = state.records[_RECORD].entropy
         fall = jnp.where(jnp.isinf(least), 0.0, jnp.maximum(0.0, least - signals.entropy))
         state = replace(state, entropic_time=state.entropic_time + fall)
-        return noted(state, _NOTE, EntropyNote(entropy=jnp.minimum(least, signals.entropy)))
+        return with_record(state, _RECORD, EntropyRecord(entropy=jnp.minimum(least, signals.entropy)))
 
 
 @value
@@ -85,16 +85,16 @@ class ChainRuleClock(Law):
 
 
 @pytree
-class BesideNote:
+class BesideRecord:
     """The time of a second clock, in nats, and what it keeps for itself."""
 
     entropic_time: Float[Array, "*b"]
-    notes: dict
+    records: dict
 
 
 @value
 class Beside(Law):
-    """The same clock, its time and notes kept in the note `name`: a second reading that drives nothing."""
+    """The same clock, its time and records kept in the record `name`: a second reading that drives nothing."""
 
     clock: Law
     name: str = static()
@@ -103,12 +103,12 @@ class Beside(Law):
 
     def init(self, state: ControlState) -> ControlState:
         """Start the second clock at 0."""
-        own = replace(state, entropic_time=jnp.zeros_like(state.entropic_time), notes={})
+        own = replace(state, entropic_time=jnp.zeros_like(state.entropic_time), records={})
         own = started(self.clock, own)
-        return claim(self, state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))
+        return claim(self, state, self.name, BesideRecord(entropic_time=own.entropic_time, records=own.records))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Let the second clock run."""
-        note = state.notes[self.name]
-        own = updated(self.clock, signals, replace(state, entropic_time=note.entropic_time, notes=note.notes))
-        return noted(state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))
+        record = state.records[self.name]
+        own = updated(self.clock, signals, replace(state, entropic_time=record.entropic_time, records=record.records))
+        return with_record(state, self.name, BesideRecord(entropic_time=own.entropic_time, records=own.records))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from et_jax.control.view import BlockView, held_values, needing
+from et_jax.control.view import BlockView, valid_values, needing
 from et_jax.sums import length, total
 
 _PIECE = 32  # blocks looked at together on a CPU: what is worked out of them stays in the processor's cache
@@ -43,14 +43,14 @@ def relative_influence(view: BlockView, share: Float[Array, "g n"]) -> Float[Arr
 
 def _influence(view: BlockView, share: Float[Array, "g n"]) -> tuple[Float[Array, "g n"], Float[Array, " g"]]:
     """How far the output would move without each block, and its length."""
-    value = held_values(view)
+    value = valid_values(view)
     out = jnp.matmul(share, value)
 
     def whole(value: Float[Array, "m d"], out: Float[Array, "g d"]) -> Float[Array, "g m"]:
         return length(value[None] - out[:, None])
 
     def by_pieces(
-        value: Float[Array, "n d"], out: Float[Array, "g d"], most_held: Int[Array, ""]
+        value: Float[Array, "n d"], out: Float[Array, "g d"], most_blocks: Int[Array, ""]
     ) -> Float[Array, "g n"]:
         """Up to the longest sequence, and 0 beyond, so that it costs what is held and not what fits."""
         m = min(_PIECE, len(value))
@@ -59,13 +59,13 @@ def _influence(view: BlockView, share: Float[Array, "g n"]) -> tuple[Float[Array
             piece = whole(jax.lax.dynamic_slice_in_dim(value, i * m, m), out)
             return jax.lax.dynamic_update_slice_in_dim(apart, piece, i * m, axis=1)  # past the end both start before it
 
-        return jax.lax.fori_loop(0, (most_held + m - 1) // m, step, jnp.zeros((len(out), len(value))))
+        return jax.lax.fori_loop(0, (most_blocks + m - 1) // m, step, jnp.zeros((len(out), len(value))))
 
-    if view.most_held is None:
+    if view.most_blocks is None:
         apart = whole(value, out)
     else:
         apart = jax.lax.platform_dependent(
-            value, out, view.most_held, cpu=by_pieces, default=lambda value, out, _: whole(value, out)
+            value, out, view.most_blocks, cpu=by_pieces, default=lambda value, out, _: whole(value, out)
         )
     rest = 1.0 - share
     moved = jnp.where(rest > 0, share * apart / jnp.where(rest > 0, rest, 1.0), jnp.inf)
@@ -80,7 +80,7 @@ def value_gauss(view: BlockView, share: Float[Array, "g n"]) -> Float[Array, "g 
     """
     weight = view.num_tokens.astype(jnp.float32)[:, None]
     weight = weight / jnp.maximum(total(weight[:, 0]), 1.0)
-    value = held_values(view)
+    value = valid_values(view)
     apart = value - total(weight * value, 0)
     variance = total(weight * apart * apart, 0)
     ratio = apart * apart / jnp.maximum(variance, jnp.finfo(jnp.float32).tiny)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.base import AnyLaw, ControlState, Law, Signals, as_value, claim, noted, started, updated
+from et_jax.control.base import AnyLaw, ControlState, Law, Signals, as_value, claim, with_record, started, updated
 from et_jax.types import Number, pytree, replace, static, value
 
 _NUMBERS = ("entropy", "entropic_time", "total_cost", "temperature", "surprisal_cap", "tolerance", "priority")
@@ -73,7 +73,7 @@ class NeverAboveStart(_Guard):
     """The law with `field` never above what the sequence started with: a temperature law then only cools.
 
     Holding entropy at a target heats tokens of which the model is certain; a one-sided law does not. The
-    start is kept in the note `field + "_start"`.
+    start is kept in the record `field + "_start"`.
     """
 
     law: AnyLaw
@@ -84,15 +84,15 @@ class NeverAboveStart(_Guard):
     def init(self, state: ControlState) -> ControlState:
         """Note the start."""
         state = started(self.law, state)
-        return claim(self, state, self._note, getattr(state, self.field))
+        return claim(self, state, self._record, getattr(state, self.field))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Keep what the law decides at or below the start."""
         decided = updated(self.law, signals, state)
-        return replace(decided, **{self.field: jnp.minimum(getattr(decided, self.field), decided.notes[self._note])})
+        return replace(decided, **{self.field: jnp.minimum(getattr(decided, self.field), decided.records[self._record])})
 
     @property
-    def _note(self) -> str:
+    def _record(self) -> str:
         return self.field + "_start"
 
 
@@ -138,7 +138,7 @@ class Floored(_Guard):
 
 
 @pytree
-class CountNote:
+class CountRecord:
     """How many tokens a counting guard has flagged, and how many it has seen."""
 
     events: Int[Array, "*b"]
@@ -148,7 +148,7 @@ class CountNote:
 class _Counting(_Guard):
     """A guard that changes nothing and counts the tokens after which `_happened` holds."""
 
-    _note: str
+    _record: str
 
     sets = property(_sets_of_law)
 
@@ -156,14 +156,14 @@ class _Counting(_Guard):
         """Start counting."""
         state = started(self.law, state)
         zero = jnp.zeros(state.temperature.shape, jnp.int32)
-        return claim(self, state, self._note, CountNote(events=zero, tokens=zero))
+        return claim(self, state, self._record, CountRecord(events=zero, tokens=zero))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Count the token."""
         state = updated(self.law, signals, state)
-        old = state.notes[self._note]
+        old = state.records[self._record]
         happened = self._happened(signals, state).astype(jnp.int32)
-        return noted(state, self._note, CountNote(events=old.events + happened, tokens=old.tokens + 1))
+        return with_record(state, self._record, CountRecord(events=old.events + happened, tokens=old.tokens + 1))
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
         raise NotImplementedError
@@ -174,7 +174,7 @@ class Saturation(_Counting):
     """The law, with the tokens counted after which `field` stands at `low` or `high` (see `rate`).
 
     A thermostat whose target no temperature in its range can reach sits at a bound: its share of
-    tokens says that the target, not the gain, is wrong. The note is `field + "_saturation"`.
+    tokens says that the target, not the gain, is wrong. The record is `field + "_saturation"`.
     """
 
     law: AnyLaw
@@ -183,7 +183,7 @@ class Saturation(_Counting):
     high: Number
 
     @property
-    def _note(self) -> str:
+    def _record(self) -> str:
         return self.field + "_saturation"
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
@@ -195,14 +195,14 @@ class Saturation(_Counting):
 class Stability(_Counting):
     """The law, with the tokens counted at which gain * V >= 2, V the tempered varentropy in nats^2 (see `rate`).
 
-    There the thermostat overshoots by more than it was off, and may cycle. The note is "stability".
+    There the thermostat overshoots by more than it was off, and may cycle. The record is "stability".
     """
 
     law: AnyLaw
     gain: Number
 
     @property
-    def _note(self) -> str:
+    def _record(self) -> str:
         return "stability"
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
@@ -210,11 +210,11 @@ class Stability(_Counting):
 
 
 def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
-    """Return the share of tokens flagged by the counting guard whose note is `name`, 0 before the first."""
-    note = state.notes[name]
-    return note.events.astype(jnp.float32) / jnp.maximum(note.tokens, 1).astype(jnp.float32)
+    """Return the share of tokens flagged by the counting guard whose record is `name`, 0 before the first."""
+    record = state.records[name]
+    return record.events.astype(jnp.float32) / jnp.maximum(record.tokens, 1).astype(jnp.float32)
 
 
 def rates(state: ControlState) -> dict[str, Float[Array, "*b"]]:
     """Return `rate` of every counting guard in the chain, by name."""
-    return {name: rate(state, name) for name, note in state.notes.items() if isinstance(note, CountNote)}
+    return {name: rate(state, name) for name, record in state.records.items() if isinstance(record, CountRecord)}

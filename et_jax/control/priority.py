@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, PriorityRule, Signals, as_value, claim, noted
+from et_jax.control.base import ControlState, Law, PriorityRule, Signals, as_value, claim, with_record
 from et_jax.types import Number, derived, pytree, value
 
 _DRIFT = "entropy_drift"
@@ -50,7 +50,7 @@ class LeastAttained:
 
 
 @pytree
-class DriftNote:
+class DriftRecord:
     """The last raw entropy in nats, and the running mean (nats) and variance (nats^2) of its falls."""
 
     entropy: Float[Array, "*b"]
@@ -62,7 +62,7 @@ class DriftNote:
 class EntropyDrift(Law):
     """Keep the running mean (nats) and variance (nats^2) of the fall H_{t-1} - H_t of the raw entropy.
 
-    Exponentially weighted, in the note "entropy_drift", from mean 0 and the variance of
+    Exponentially weighted, in the record "entropy_drift", from mean 0 and the variance of
     `prior_deviation` (nats), so that a sequence of which nothing is known is expected to resolve
     something. The entropy profile of Entropic-Time Inference, section 3.1, whose form is not stated.
     """
@@ -81,19 +81,19 @@ class EntropyDrift(Law):
     def init(self, state: ControlState) -> ControlState:
         zero = jnp.zeros_like(state.priority)
         variance = jnp.full_like(state.priority, self.prior_variance)
-        return claim(self, state, _DRIFT, DriftNote(entropy=zero + jnp.inf, mean=zero, variance=variance))
+        return claim(self, state, _DRIFT, DriftRecord(entropy=zero + jnp.inf, mean=zero, variance=variance))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        old: DriftNote = state.notes[_DRIFT]
+        old: DriftRecord = state.records[_DRIFT]
         first = jnp.isinf(old.entropy)
         surprise = jnp.where(first, 0.0, old.entropy - signals.entropy - old.mean)
         variance = self.decay * (old.variance + self.weight * surprise * surprise)
-        note = DriftNote(
+        record = DriftRecord(
             entropy=signals.entropy,
             mean=old.mean + self.weight * surprise,
             variance=jnp.where(first, old.variance, variance),
         )
-        return noted(state, _DRIFT, note)
+        return with_record(state, _DRIFT, record)
 
 
 def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -108,10 +108,10 @@ def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Fl
 
 
 def _drift_fall(state: ControlState) -> Float[Array, ""]:
-    if _DRIFT not in state.notes:
-        raise ValueError(f"This priority reads the note {_DRIFT!r}; add the law EntropyDrift() to the chain.")
-    note = state.notes[_DRIFT]
-    return expected_fall(note.mean, jnp.sqrt(note.variance))
+    if _DRIFT not in state.records:
+        raise ValueError(f"This priority reads the record {_DRIFT!r}; add the law EntropyDrift() to the chain.")
+    record = state.records[_DRIFT]
+    return expected_fall(record.mean, jnp.sqrt(record.variance))
 
 
 @value
@@ -130,7 +130,7 @@ class LinearPriority:
     urgency: Number = 1.0
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
-        pages = signals.pages_held.astype(state.priority.dtype)
+        pages = signals.allocated_pages.astype(state.priority.dtype)
         spent = self.cost * signals.cost
         return self.fall * _drift_fall(state) - spent - self.memory * pages + self.urgency * signals.urgency
 
@@ -148,7 +148,7 @@ class RatioPriority:
     urgency: Number = 1.0
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
-        spent = signals.cost + self.memory * signals.pages_held.astype(state.priority.dtype)
+        spent = signals.cost + self.memory * signals.allocated_pages.astype(state.priority.dtype)
         return self.fall * _drift_fall(state) / jnp.maximum(spent, 1.0) + self.urgency * signals.urgency
 
 

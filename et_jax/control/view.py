@@ -60,7 +60,7 @@ class BlockView:
     is the share of attention mass that a block had when it was last read, 1 where that never was. `sensitivity` is what
     an error of length 1 in each head's output costs, in nats of divergence, times the model's number of query heads:
     over the tolerance, one head's part is a share of its own. Each of the four is None unless the selector needs it
-    (see `needing`). `most_held` is how many blocks the longest of the sequences holds that are looked at together, None
+    (see `needing`). `most_blocks` is how many blocks the longest of the sequences holds that are looked at together, None
     where that is not known: what lies beyond needs no work, and nothing else may go by it. A selector sees one view;
     `*b` is many at once.
     """
@@ -84,7 +84,7 @@ class BlockView:
     mean_surprisal: Float[Array, "*b n"] | None = None
     sensitivity: Float[Array, "*b g"] | None = None
     last_mass: Float[Array, "*b g n"] | None = None
-    most_held: Int[Array, ""] | None = None
+    most_blocks: Int[Array, ""] | None = None
 
 
 def tolerating(view: BlockView, tolerance: Float[Array, ""]) -> BlockView:
@@ -183,6 +183,6 @@ def greater_mass(view: BlockView) -> Float[Array, "g n"]:
     return jnp.maximum(box_mass(view), last_mass(view))
 
 
-def held_values(view: BlockView) -> Float[Array, "n d"]:
+def valid_values(view: BlockView) -> Float[Array, "n d"]:
     """Return each block's mean value in float32, 0 where none is held."""
     return jnp.where((view.num_tokens > 0)[:, None], view.value_mean.astype(jnp.float32), 0.0)

@@ -215,7 +215,7 @@ class DecoderConfig:
         """The shape of a sequence's packed block mask."""
         return self.model.num_layers, self.model.num_kv_heads, num_words(self.blocks_per_slot)
 
-    def fresh_prompt(self) -> budgets.PromptNotes | None:
+    def fresh_prompt(self) -> budgets.PromptRecord | None:
         """Return the notes of a prompt of which nothing is read; None where no budget chooses what it reads."""
         if self.controller.budget is None:
             return None

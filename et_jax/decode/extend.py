@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.decode import sharded, work
 from et_jax.decode.attention.blocks import places_of
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.cache import queries
 from et_jax.decode.cache.kv import LayerCache, with_place, with_summaries, write
 from et_jax.decode.chunk import Chunk
@@ -81,7 +81,7 @@ class Reader(Protocol):
         """Return the reader of a layer."""
         ...
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> Any:
         """Return what was read, from the notes of all layers in order, as `models.stacks.through` gives them."""
         ...
 
@@ -134,12 +134,12 @@ def extend(
         of_layer = reader.of_layer(plant, layer)
         if angles is None:
             k, v = (x[:num_rows] for x in (k, v))
-            out, place, noted = run(plant, softmax, own, of_layer, q, k, v, place, cache.surprisal)
+            out, place, recorded = run(plant, softmax, own, of_layer, q, k, v, place, cache.surprisal)
         else:
             products = q, k, v, *angles
-            out, place, noted = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
-        noted = packed(noted) if fewer_launches and layer.turn is not None else noted
-        told = noted, None if watch is None else watch.seen(q[:num_rows])
+            out, place, recorded = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
+        recorded = packed(recorded) if fewer_launches and layer.turn is not None else recorded
+        told = recorded, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
         return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
 
@@ -164,9 +164,9 @@ def extend(
     stored = state.queries
     if watch is not None and stored is not None:
         stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
-    notes = unpacked(parts(memory.told, itemgetter(0)))
+    records = unpacked(parts(memory.told, itemgetter(0)))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
-    return logits[:num_rows], after, reader.noted(plant, chunk, notes), took
+    return logits[:num_rows], after, reader.recorded(plant, chunk, records), took
 
 
 @partial(jax.jit, static_argnums=0)
@@ -193,10 +193,10 @@ def attend(
         v = jnp.where(faulty[:, None, None, None], 0.0, v)
     full_page = None if chunk.places is None else chunk.places.full
     cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end, full_page, chunk.turn)
-    out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
+    out, records = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)
-    return out, cached, notes
+    return out, cached, records
 
 
 @partial(jax.jit, static_argnums=0)
@@ -221,8 +221,8 @@ def attend_rotated(
     q, pages = rotate_store(q, k, v, cosine, sine, cached.pages, *place, turn, **settings)
     at, d = (chunk.table, chunk.start, chunk.count, chunk.end), q.shape[-1]
     cached = with_summaries(replace(cached, pages=pages), d, *at, full_page=chunk.places.full, turn=chunk.turn)
-    out, notes = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)
-    return out, cached, notes
+    out, records = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)
+    return out, cached, records
 
 
 def catch_up(
@@ -259,7 +259,7 @@ def catch_up(
             count=end - cached,
             end=end,
         )
-        logits, state, _, took = extend(plant, weights, state, part, Whole())
+        logits, state, _, took = extend(plant, weights, state, part, FullAttention())
         if audited:
             said = jnp.take_along_axis(text, jnp.minimum(position + 1, text.shape[1] - 1), axis=1)
             place = jnp.where(position < end[:, None], position, text.shape[1])

@@ -19,7 +19,7 @@ T = TypeVar("T")
 def blank_signals(shape: tuple[int, ...]) -> Signals:
     """Return signals of nothing observed yet."""
     fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
-    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held")
+    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "allocated_pages")
     return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
 
 
@@ -29,7 +29,7 @@ def law_numbers(laws: T) -> T:
 
 
 def fresh(
-    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptNotes | None
+    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptRecord | None
 ) -> ControlState:
     """Return the control state of one sequence under `laws` before its first token; `mask` is the shape of its own."""
     zero = jnp.zeros((), jnp.float32)
@@ -45,7 +45,7 @@ def fresh(
             priority=zero,
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(mask, jnp.uint32),
-            notes={},
+            records={},
             prompt=prompt,
         ),
     )
@@ -55,7 +55,7 @@ READING = frozenset({"tolerance", "block_mask"})
 """The fields of `ControlState` by which the next token reads."""
 
 
-def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptNotes | None]) -> bool:
+def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptRecord | None]) -> bool:
     """Return whether the law sets what the next token reads, of a sequence whose mask has this shape.
 
     A law that does not say what it `sets`, as a plain function, is traced.

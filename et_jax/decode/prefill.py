@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
-from et_jax.control.budget import PromptNotes
+from et_jax.control.budget import PromptRecord
 from et_jax.control.switch import MODEL
 from et_jax.decode.attention.budgeted import Budgeted
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.cache import kv, pages
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.config import DecoderConfig
@@ -64,15 +64,15 @@ def read_chunks(
     start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
     pages_of = table.pages[slot]
     part = Chunk(slot=slot, table=pages_of, token=tokens, position=start, start=start, count=written, end=end)
-    readers: list[Reader] = [Whole()] * len(config.plants)
+    readers: list[Reader] = [FullAttention()] * len(config.plants)
     if config.controller.budget is not None:
-        readers[MODEL] = Budgeted(budget=config.controller.budget, last=last, notes=_begun(config, state, part))
-    plants, found, notes = list(state.plants), {}, {}
+        readers[MODEL] = Budgeted(budget=config.controller.budget, last=last, records=_begun(config, state, part))
+    plants, found, records = list(state.plants), {}, {}
     for index in range(int(config.lazy), len(config.plants)):
         read = extend(config.plants[index], weights[index], plants[index], part, readers[index])
-        found[index], plants[index], notes[index], _ = read
-    logits, noted = found.get(MODEL), notes.get(MODEL)
-    control = state.control if noted is None else replace(state.control, prompt=noted)
+        found[index], plants[index], records[index], _ = read
+    logits, recorded = found.get(MODEL), records.get(MODEL)
+    control = state.control if recorded is None else replace(state.control, prompt=recorded)
     newest, own = state.logits, plants[MODEL]
     if newest is not None and logits is not None:
         ends = (written > 0) & (before + count == total)
@@ -95,7 +95,7 @@ def read_chunks(
     return after, granted, logits
 
 
-def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptNotes:
+def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptRecord:
     """The notes of every slot, those of prompts that begin in these rows as of nothing read."""
     begins = (chunk.start == 0) & (chunk.count > 0)
     slot = jnp.where(begins, chunk.slot, config.num_slots)

@@ -14,7 +14,7 @@ from et_jax.control.draft import MOST_DRAFTED
 from et_jax.control.switch import MODEL
 from et_jax.decode import cost
 from et_jax.decode.attention.pruned import Noting
-from et_jax.decode.attention.readers import Selected
+from et_jax.decode.attention.readers import BlockSparse
 from et_jax.decode.attention.reads import ReadStats
 from et_jax.decode.cache import kv, pages
 from et_jax.decode.chunk import of_rows
@@ -104,7 +104,7 @@ def choose(
         generated=state.generated,
         remaining=state.limit - state.generated,
         arrival=state.arrival,
-        pages_held=state.table.num_blocks,
+        allocated_pages=state.table.num_blocks,
         urgency=state.urgency,
     )
     priority = jax.vmap(_priority)(state.laws, signals, state.control)
@@ -180,7 +180,7 @@ def extend_rows(
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
     chunk = of_rows(rows, rows.take(state.table.pages), end, at)
-    reader = Selected(
+    reader = BlockSparse(
         tolerance=control.tolerance,
         fresh=rows.take(state.generated) % laws.refresh_every == 0,
         block_mask=control.block_mask,

@@ -206,7 +206,7 @@ def measure(
         generated=generated,
         remaining=rows.take(state.limit) - generated,
         arrival=rows.take(state.arrival),
-        pages_held=-(-(rows.place + ran) // config.page_size),
+        allocated_pages=-(-(rows.place + ran) // config.page_size),
         urgency=rows.take(state.urgency),
     )
     return signals, raw

@@ -166,5 +166,5 @@ def _mixture(
         # the barrier keeps XLA from working the pages out again for every element of the gather
         return mixed + mixture(*jax.lax.optimization_barrier(piece))
 
-    steps = (blocks.most_held + PIECE - 1) // PIECE
+    steps = (blocks.most_blocks + PIECE - 1) // PIECE
     return jax.lax.fori_loop(0, steps, step, jnp.zeros((*weight.shape[:3], head_dim), jnp.float32))

@@ -32,7 +32,7 @@ from et_jax.types import pytree, replace, static
 
 
 @pytree
-class SelectedOfLayer:
+class BlockSparseLayer:
     """Reads the blocks of a layer that its `selector` chooses, one token a row: `Selected`, of one layer.
 
     `last` packs the blocks read last, `mass` is what share each query head had on each block. `noting` as `AllOfLayer`.
@@ -88,8 +88,8 @@ class SelectedOfLayer:
             out = with_residual(out, read.residual, blocks, cached.summaries.mean)
         lse = None
         if self.noting is not None:
-            noted = self.noting.of(opened)
-            place = jnp.where(noted, jnp.cumsum(noted, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
+            recorded = self.noting.of(opened)
+            place = jnp.where(recorded, jnp.cumsum(recorded, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
             place = jnp.repeat(place, plant.model.group_size, axis=1)
             lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
         heads = ByHead(kept=read.kept.reshape(len(lengths), -1), entropy=chosen.entropy.reshape(len(lengths), -1))
@@ -142,10 +142,10 @@ class SelectedOfLayer:
 
         given, with_place = (query, blocks, self.mass), self.mass is not None
         length, selector = PerRow(array=blocks.length), jax.tree.map(lambda number: PerRow(array=number), self.selector)
-        most_held = None if by_kernel else blocks.most_held
+        most_blocks = None if by_kernel else blocks.most_blocks
 
         def select(given: tuple) -> Selection:
-            return per_head(partial(selection_of, layer, most_held), selector, known(given))
+            return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
 
         shapes = jax.eval_shape(select, given)
         if self.refresh_every > 1 and shapes.upper is not None:
@@ -153,7 +153,7 @@ class SelectedOfLayer:
         if always or (by_kernel and self.chooses):
 
             def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> ChosenBlocks:
-                chosen = selection_of(layer, most_held, selector, inputs)
+                chosen = selection_of(layer, most_blocks, selector, inputs)
                 return chosen_blocks(layer, with_place, chosen, inputs.length, fallback)
 
             return per_head(both, selector, known(given), fallback)

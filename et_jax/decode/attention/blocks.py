@@ -63,7 +63,7 @@ class Blocks(Extent):
     last: Int[Array, " b"] | None = None
 
     @property
-    def most_held(self) -> Int[Array, ""]:
+    def most_blocks(self) -> Int[Array, ""]:
         """How many blocks the longest row has."""
         return jnp.max(jnp.where(self.readable, jnp.arange(1, self.readable.shape[1] + 1), 0), initial=0)
 

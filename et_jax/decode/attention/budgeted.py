@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.budget import Budget, PromptNotes
+from et_jax.control.budget import Budget, PromptRecord
 from et_jax.control.segment import Segment, interval, observed
 from et_jax.decode.attention.blocks import held_blocks
 from et_jax.decode.attention.reading import list_blocks
@@ -37,7 +37,7 @@ class Budgeted:
 
     budget: Budget
     last: Bool[Array, " r"]
-    notes: PromptNotes
+    records: PromptRecord
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
         """Return of every layer whether it is read sparsely."""
@@ -50,16 +50,16 @@ class Budgeted:
         return BudgetedOfLayer(
             budget=self.budget,
             last=self.last,
-            kept=layer.of(self.notes.kept, axis=1),
+            kept=layer.of(self.records.kept, axis=1),
             layer=jnp.asarray(layer.number, jnp.int32),
             sparse=sparse,
-            probed=sparse and self.notes.mass is not None,
+            probed=sparse and self.records.mass is not None,
         )
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> PromptNotes:
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> PromptRecord:
         """Return the notes of every slot with what the rows read."""
 
-        def add(sofar: PromptNotes, one: SegmentsRead) -> PromptNotes:
+        def add(sofar: PromptRecord, one: SegmentsRead) -> PromptRecord:
             read = sofar.blocks_read.at[chunk.slot].add(one.blocks_read)
             sofar = replace(sofar, blocks_read=read, blocks_held=sofar.blocks_held.at[chunk.slot].add(one.blocks_held))
             if one.probe is None or sofar.mass is None or sofar.num_probes is None:
@@ -71,7 +71,7 @@ class Budgeted:
                 num_probes=sofar.num_probes.at[chunk.slot].add(num_probes),
             )
 
-        return replace(folded(notes, add, self.notes), kept=by_layer(notes, attrgetter("kept"), axis=1))
+        return replace(folded(records, add, self.records), kept=by_layer(records, attrgetter("kept"), axis=1))
 
 
 @pytree

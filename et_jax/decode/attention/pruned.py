@@ -121,9 +121,9 @@ class Heavy:
         """Return the reader of a layer."""
         return HeavyOfLayer(listed=layer.of(self.listed, axis=1), counts=layer.of(self.counts, axis=1))
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> Int[Array, " r"]:
         """Return the blocks that were read, over layers and KV heads."""
-        return jnp.sum(by_layer(notes, lambda read: read, axis=0), axis=0, dtype=jnp.int32)
+        return jnp.sum(by_layer(records, lambda read: read, axis=0), axis=0, dtype=jnp.int32)
 
 
 @pytree

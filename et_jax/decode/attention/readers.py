@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.selector import Selector
-from et_jax.decode.attention.block_sparse import SelectedOfLayer, long_rows
+from et_jax.decode.attention.block_sparse import BlockSparseLayer, long_rows
 from et_jax.decode.attention.blocks import blocks_of, held_blocks
 from et_jax.decode.attention.pruned import Noting, heavy_of
 from et_jax.decode.attention.reading import read_all
@@ -30,7 +30,7 @@ from et_jax.types import Table, pytree, replace, static
 
 
 @pytree
-class Whole:
+class FullAttention:
     """Reads everything, of chunks of any length, and notes nothing; every layer is read alike."""
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
@@ -41,7 +41,7 @@ class Whole:
         """Return the reader of a layer."""
         return self
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> None:
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> None:
         """Return no notes."""
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
@@ -67,7 +67,7 @@ class Whole:
 
 
 @pytree
-class Selected:
+class BlockSparse:
     """Reads of each row, of one token, the blocks that its layer's selector chooses, and notes what that was.
 
     Blocks are chosen anew every `refresh_every` tokens: where a row is not `fresh`, the blocks of `block_mask`, those
@@ -100,7 +100,7 @@ class Selected:
         """Return what the selector of every layer is told by: its structure, and the very numbers that it has."""
         return tuple((jax.tree.structure(one), *map(id, jax.tree.leaves(one))) for one in self.selectors)
 
-    def of_layer(self, plant: Plant, layer: Layer) -> "AllOfLayer | SelectedOfLayer":
+    def of_layer(self, plant: Plant, layer: Layer) -> "AllOfLayer | BlockSparseLayer":
         """Return the reader of a layer."""
         selector, mass = self.selectors[layer.like], layer.of(self.block_mass, axis=1)
         if selector.reads_all:
@@ -112,7 +112,7 @@ class Selected:
                 sensitivity = PerQuery(array=jnp.asarray(of_layers[layer.number])[None])
             else:  # a GPU's kernel finds the layer itself
                 sensitivity = PerQuery(array=jnp.asarray(of_layers), layer=layer.number.reshape(1))
-        return SelectedOfLayer(
+        return BlockSparseLayer(
             tolerance=self.tolerance,
             fresh=self.fresh,
             last=layer.of(self.block_mask, axis=1),
@@ -126,16 +126,16 @@ class Selected:
             chooses=self.chooses,
         )
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
         lengths = chunk.lengths
-        notes, long = written_out(plant, chunk, self.skipped, notes), long_rows(self.chooses, self.min_context, lengths)
+        records, long = written_out(plant, chunk, self.skipped, records), long_rows(self.chooses, self.min_context, lengths)
         kept_mass = jnp.where(long, self.kept_mass, 1.0)
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
-            chosen_reads(notes, self.fresh & long, kept_mass, summaries),
-            block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
-            block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
+            chosen_reads(records, self.fresh & long, kept_mass, summaries),
+            block_masks=by_layer(records, attrgetter("block_mask"), axis=1),
+            block_masses=by_layer(records, attrgetter("block_mass"), axis=1),
         )
         stats = replace(stats, blocks_read=jnp.sum(stats.reads, axis=(1, 2), dtype=jnp.int32))
         if self.pruned is None:
@@ -144,7 +144,7 @@ class Selected:
             return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
         held = held_blocks(self.noting.of(lengths), self.page_size)
         told = tuple(
-            jax.tree.map(attrgetter("block_lse"), note, is_leaf=lambda x: isinstance(x, LayerReads)) for note in notes
+            jax.tree.map(attrgetter("block_lse"), record, is_leaf=lambda x: isinstance(x, LayerReads)) for record in records
         )
         return replace(stats, heavy_blocks=heavy_of(self.pruned, self.noting, told, held, stats.block_masks))
 

@@ -96,7 +96,7 @@ class ByHead:
 
 
 def chosen_reads(
-    notes: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
+    records: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
 ) -> ReadStats:
     """Return what choosing blocks came to over all layers that did; masks and masses are those of no layer.
 
@@ -104,10 +104,10 @@ def chosen_reads(
     """
     found = [
         jax.tree.map(lambda x: x[:, None], one.by_head)
-        if isinstance(note, LayerReads)
+        if isinstance(record, LayerReads)
         else jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), one.by_head)
-        for note in notes
-        for one in (note.of_period if isinstance(note, Turns) else (note,))
+        for record in records
+        for one in (record.of_period if isinstance(record, Turns) else (record,))
         if isinstance(one, LayerReads) and one.by_head is not None
     ]
     stats = no_reads(len(scored))
@@ -135,7 +135,7 @@ def reads_of(
 
 
 def written_out(
-    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, notes: tuple[Any, ...]
+    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, records: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Return the notes of all layers in order with those of layers that read all in place of every `AllRead`.
 
@@ -146,8 +146,8 @@ def written_out(
     def within(window: int | None) -> Bool[Array, "r n"]:
         return blocks_of(chunk.table, chunk.lengths, plant.page_size, window).readable
 
-    def of_layer(note: AllRead, number: int | Int[Array, ""]) -> LayerReads:
-        readable = within(note.window)[:, None]
+    def of_layer(record: AllRead, number: int | Int[Array, ""]) -> LayerReads:
+        readable = within(record.window)[:, None]
         opened = jnp.broadcast_to(readable, (len(readable), plant.model.num_kv_heads, readable.shape[-1]))
         if skipped is not None:
             opened = opened & (jnp.arange(opened.shape[-1]) >= entry(skipped, number, axis=1)[..., None])
@@ -155,9 +155,9 @@ def written_out(
 
     found: list[Any] = []
     number = 0
-    for note in notes:
-        turns = note if isinstance(note, Turns) else None
-        of_period = (note,) if turns is None else turns.of_period
+    for record in records:
+        turns = record if isinstance(record, Turns) else None
+        of_period = (record,) if turns is None else turns.of_period
         depth = 1 if turns is None else turns.depth
         told = []
         for first, one in enumerate(of_period, number):

@@ -183,7 +183,7 @@ def _mean_values(mean: Float[Array, "k p e"], blocks: Blocks, head_dim: int) -> 
         return jax.lax.dynamic_update_slice_in_dim(values, piece, i * m, axis=2)  # past the end both start before it
 
     empty = jnp.zeros((b, mean.shape[0], n, head_dim), jnp.float32)
-    return jax.lax.fori_loop(0, (blocks.most_held + m - 1) // m, step, empty)
+    return jax.lax.fori_loop(0, (blocks.most_blocks + m - 1) // m, step, empty)
 
 
 def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Any:
@@ -222,10 +222,10 @@ def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Arr
 
 
 def selection_of(
-    layer: LayerKind, most_held: Int[Array, ""] | None, selector: Selector, inputs: SelectorInputs
+    layer: LayerKind, most_blocks: Int[Array, ""] | None, selector: Selector, inputs: SelectorInputs
 ) -> Selection:
     """Return what a selector chooses for one row and KV head, without unreadable blocks and with the certain ones."""
-    view = replace(view_of(layer, inputs), most_held=most_held)
+    view = replace(view_of(layer, inputs), most_blocks=most_blocks)
     own = layer.extent(view.length, view.start.shape[0])
     chosen = selection(selector, view)
     return replace(chosen, opened=(chosen.opened & own.readable) | own.certain)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from et_jax.control import entropy
 from et_jax.control.switch import MODEL, SMALL
 from et_jax.decode.attention.pruned import Heavy, heavy
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.drafting.drafts import Drafting, Drafts, Pruned
@@ -53,7 +53,7 @@ def draft(
     )
 
     def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
-        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), Whole())
+        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), FullAttention())
         return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1, took)
 
     def going(carry: tuple) -> Bool[Array, ""]:

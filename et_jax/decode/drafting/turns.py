@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
 from et_jax.control.switch import MODEL, SMALL, SwitchState
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.attention.reads import ReadStats, no_reads
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
@@ -75,7 +75,7 @@ def extend_active(
     def by_small(carry: tuple, rows: Rows) -> tuple:
         own, done, agreed = caught_up(SMALL, carry[0], rows)
         chunk = of_rows(rows, table, rows.position + 1)
-        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
+        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, FullAttention())
         some = replace(state, plants=carry[0]).with_plant(SMALL, own)
         stats = _whole(config, state, rows)
         more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read, took)

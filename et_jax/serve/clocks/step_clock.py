@@ -163,7 +163,7 @@ class StepClock:
         signals, size = output.signals, self._config.page_size
         produced, drafted, accepted, length, pages = (
             np.asarray(x)[:ran, 0]
-            for x in (output.produced, output.drafted, output.accepted, signals.length, signals.pages_held)
+            for x in (output.produced, output.drafted, output.accepted, signals.length, signals.allocated_pages)
         )
         served = produced.any(axis=1)
         if not served.all():

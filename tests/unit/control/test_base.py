@@ -13,7 +13,7 @@ from et_jax.control.base import (
     Law,
     Signals,
     chain,
-    noted,
+    with_record,
     one_like,
     pack_blocks,
     started,
@@ -75,7 +75,7 @@ def three(signals: Signals, state: ControlState) -> ControlState:
         (lambda signals, state: replace(state, wait=signals.entropy), "sets wait to float32[]; it must be int32[]."),
         (lambda signals, state: replace(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
         (lambda signals, state: signals.entropy, "must return the ControlState it is given, with fields changed"),
-        (lambda signals, state: noted(state, "mine", signals.entropy), "leaves notes of {['mine'] float32[]} where {}"),
+        (lambda signals, state: with_record(state, "mine", signals.entropy), "leaves records of {['mine'] float32[]} where {}"),
     ],
 )
 def test_a_law_that_returns_another_form_is_refused_by_name(signals, state, law, sentence):

@@ -14,7 +14,7 @@ from et_jax.decode import extend
 from et_jax.decode.attention import attended, block_sparse, selection
 from et_jax.decode.attention import blocks as blocks_module
 from et_jax.decode.attention.attended import AttendedMass, attended_mass, in_units_read, with_residual
-from et_jax.decode.attention.block_sparse import SelectedOfLayer
+from et_jax.decode.attention.block_sparse import BlockSparseLayer
 from et_jax.decode.attention.blocks import LayerKind, blocks_of, places_of
 from et_jax.decode.attention.readers import AllOfLayer
 from et_jax.decode.attention.selection import ChosenBlocks
@@ -171,8 +171,8 @@ def read(reader, softmax: Softmax, depth: int = 1):
     return np.asarray(out), notes, np.where(np.arange(TOKENS) <= np.reshape(start, (-1, 1, 1, 1)), score, -np.inf)
 
 
-def pruned(selector, residual: bool = False) -> SelectedOfLayer:
-    return SelectedOfLayer(
+def pruned(selector, residual: bool = False) -> BlockSparseLayer:
+    return BlockSparseLayer(
         tolerance=jnp.full(ROWS, 0.3),
         fresh=jnp.ones(ROWS, bool),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
@@ -204,7 +204,7 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(add_residual, "add_residual", partial(add_residual.add_residual, interpret=True))
 
 
-def mixed_rows(selector, **changes) -> SelectedOfLayer:
+def mixed_rows(selector, **changes) -> BlockSparseLayer:
     """A row that chooses, one that is too short for that, and one that reads again what it read last."""
     last = jnp.full((ROWS, MODEL.num_kv_heads, 1), 0b10110, jnp.uint32)
     return replace(pruned(selector), last=last, **changes)
