@@ -36,8 +36,8 @@ from et_jax.models.stored import (
     embedding_of,
     has_own_head,
     headers,
-    read_piece,
     read_full,
+    read_piece,
     stored_as,
 )
 from et_jax.models.weights import (

@@ -54,7 +54,7 @@ class SizedConstant(Sized, ConstantBudget):
     tokens: Number = 2048.0
     by: str = static(default="score")
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         shape = segment.score.shape
         if self.by == "chance":
@@ -62,7 +62,7 @@ class SizedConstant(Sized, ConstantBudget):
         elif self.by == "place":
             place = jnp.arange(shape[1], dtype=jnp.float32)
             segment = replace(segment, score=jnp.broadcast_to(jnp.where(place == 0, jnp.inf, place), shape))
-        return best(segment, jnp.full(shape[0], self.tokens, jnp.float32)), kept
+        return best(segment, jnp.full(shape[0], self.tokens, jnp.float32)), state
 
 
 @value
@@ -72,9 +72,9 @@ class SizedEntropy(Sized, EntropyBudget):
     tokens: Number = 2048.0
     shuffled: bool = static(default=False)
 
-    def choose(self, segment: Segment, kept: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
+    def choose(self, segment: Segment, state: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
         """Return the blocks to read, and the budgets."""
-        tokens, after = self.given(segment, kept)
+        tokens, after = self.given(segment, state)
         return best(segment, jax.random.permutation(_key(segment), tokens) if self.shuffled else tokens), after
 
 

@@ -50,7 +50,7 @@ class Budgeted:
         return BudgetedOfLayer(
             budget=self.budget,
             last=self.last,
-            kept=layer.of(self.records.kept, axis=1),
+            state=layer.of(self.records.state, axis=1),
             layer=jnp.asarray(layer.number, jnp.int32),
             sparse=sparse,
             probed=sparse and self.records.mass is not None,
@@ -71,7 +71,7 @@ class Budgeted:
                 num_probes=sofar.num_probes.at[chunk.slot].add(num_probes),
             )
 
-        return replace(folded(records, add, self.records), kept=by_layer(records, attrgetter("kept"), axis=1))
+        return replace(folded(records, add, self.records), state=by_layer(records, attrgetter("kept"), axis=1))
 
 
 @pytree
@@ -82,7 +82,7 @@ class SegmentsRead:
     query heads, and how many heads these are; None where nothing was left out, or no one asks.
     """
 
-    kept: Any
+    state: Any
     blocks_read: Float[Array, " r"]
     blocks_held: Float[Array, " r"]
     probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None
@@ -97,7 +97,7 @@ class BudgetedOfLayer:
 
     budget: Budget
     last: Bool[Array, " r"]
-    kept: Any
+    state: Any
     layer: Int[Array, ""]
     sparse: bool = static()
     probed: bool = static()
@@ -126,14 +126,14 @@ class BudgetedOfLayer:
         attend = partial(paged_prefill, q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
         held_by_heads = jnp.broadcast_to(held[:, None], (len(held), plant.model.num_kv_heads, held.shape[1]))
         if not self.sparse:
-            return attend()[0], _read(self.kept, held_by_heads, held_by_heads, None)
-        opened, kept = self._choose(plant, softmax, chunk, q, cached, held & ~own)
+            return attend()[0], _read(self.state, held_by_heads, held_by_heads, None)
+        opened, state = self._choose(plant, softmax, chunk, q, cached, held & ~own)
         opened = jnp.where(whole[:, None, None], held[:, None], opened | own[:, None])
         blocks, counts = list_blocks(opened)
         probe = None
         if self.probed:
             probe = self.layer, *_probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
-        return attend(blocks=blocks, counts=counts)[0], _read(kept, opened, held_by_heads, probe)
+        return attend(blocks=blocks, counts=counts)[0], _read(state, opened, held_by_heads, probe)
 
     def _choose(
         self,
@@ -168,26 +168,26 @@ class BudgetedOfLayer:
                 block_size=plant.page_size,
                 scale=scale,
             )
-            opened, kept = budget.choose(segment, jax.tree.map(lambda x: x[slot], every))
+            opened, state = budget.choose(segment, jax.tree.map(lambda x: x[slot], every))
             put = jax.tree.map(
-                lambda old, new: old.at[jnp.where(count > 0, slot, len(old))].set(new, mode="drop"), every, kept
+                lambda old, new: old.at[jnp.where(count > 0, slot, len(old))].set(new, mode="drop"), every, state
             )
             return put, opened
 
         rows = chunk.slot, chunk.start, chunk.count, visible, score, bounds
-        kept, opened = jax.lax.scan(one, self.kept, rows)
-        return opened, kept
+        state, opened = jax.lax.scan(one, self.state, rows)
+        return opened, state
 
 
 def _read(
-    kept: Any,
+    state: Any,
     opened: Bool[Array, "r k n"],
     held: Bool[Array, "r k n"],
     probe: tuple[Int[Array, ""], Float[Array, " r"], Float[Array, " r"]] | None,
 ) -> SegmentsRead:
     """The notes of a layer in which these blocks were read."""
     read, there = (jnp.sum(x, axis=(1, 2), dtype=jnp.int32).astype(jnp.float32) for x in (opened, held))
-    return SegmentsRead(kept=kept, blocks_read=read, blocks_held=there, probe=probe)
+    return SegmentsRead(state=state, blocks_read=read, blocks_held=there, probe=probe)
 
 
 def _probe(
@@ -208,6 +208,6 @@ def _probe(
     _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
     assert mass is not None
     by_head = jnp.repeat(opened, mass.shape[1] // opened.shape[1], axis=1)
-    kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
-    share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf))), 0.0)
+    state = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
+    share = jnp.where(asked, total(jnp.exp(jnp.where(asked[:, None], state, -jnp.inf))), 0.0)
     return share, jnp.where(asked, float(mass.shape[1]), 0.0)

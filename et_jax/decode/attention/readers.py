@@ -129,7 +129,10 @@ class BlockSparse:
     def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> ReadStats:
         """Return what was read of all layers."""
         lengths = chunk.lengths
-        records, long = written_out(plant, chunk, self.skipped, records), long_rows(self.chooses, self.min_context, lengths)
+        records, long = (
+            written_out(plant, chunk, self.skipped, records),
+            long_rows(self.chooses, self.min_context, lengths),
+        )
         kept_mass = jnp.where(long, self.kept_mass, 1.0)
         summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
@@ -144,7 +147,8 @@ class BlockSparse:
             return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
         held = held_blocks(self.noting.of(lengths), self.page_size)
         told = tuple(
-            jax.tree.map(attrgetter("block_lse"), record, is_leaf=lambda x: isinstance(x, LayerReads)) for record in records
+            jax.tree.map(attrgetter("block_lse"), record, is_leaf=lambda x: isinstance(x, LayerReads))
+            for record in records
         )
         return replace(stats, heavy_blocks=heavy_of(self.pruned, self.noting, told, held, stats.block_masks))
 

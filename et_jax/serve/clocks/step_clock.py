@@ -228,4 +228,4 @@ def told(
     own = fit.times.alike(sequences, batch if drafting.pruned is not None else sequences)
     first, *others = drafting.laws
     before = dataclasses.replace(own, drafted=0.0, drafted_cached=0.0)
-    return first.told(own, worth, context, past), *(law.told(before, worth, context, past) for law in others)
+    return first.fitted(own, worth, context, past), *(law.fitted(before, worth, context, past) for law in others)

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import contribution, select
-from et_jax.control.bisect import above_threshold, bisection, radix_search, ordered
+from et_jax.control.bisect import above_threshold, bisection, ordered, radix_search
 from et_jax.control.bounds import Interval
 from et_jax.control.contribution import influence, relative_influence, token_nll
 from et_jax.control.expected_error import ExpectedError, squared_error

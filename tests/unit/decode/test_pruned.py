@@ -84,5 +84,5 @@ def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, want
     assert bool(begun.wanted) == wants
     assert not drafting.started(jnp.int32(0), drafting.laws, jnp.int32(context)).wanted  # whose request allows none
     [law] = drafting.laws
-    never = law.told(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
+    never = law.fitted(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
     assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted
