@@ -139,9 +139,9 @@ def extend(
             products = q, k, v, *angles
             out, place, recorded = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
         recorded = packed(recorded) if fewer_launches and layer.turn is not None else recorded
-        told = recorded, None if watch is None else watch.seen(q[:num_rows])
+        output = recorded, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
-        return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
+        return multiplied(out), Threaded(carried=carried, outputs=(*memory.outputs, output))
 
     def mixing(layer: int | Layer, experts: Experts, x: Array, memory: Threaded) -> tuple[Array, Threaded]:
         cache, took = memory.carried
@@ -163,8 +163,8 @@ def extend(
     cache, took = memory.carried
     stored = state.queries
     if watch is not None and stored is not None:
-        stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
-    records = unpacked(parts(memory.told, itemgetter(0)))
+        stored = watch.store(stored, by_layer(memory.outputs, itemgetter(1), axis=2))
+    records = unpacked(parts(memory.outputs, itemgetter(0)))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
     return logits[:num_rows], after, reader.recorded(plant, chunk, records), took
 

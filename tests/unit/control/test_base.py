@@ -77,7 +77,7 @@ def three(signals: Signals, state: ControlState) -> ControlState:
         (lambda signals, state: signals.entropy, "must return the ControlState it received, with fields changed"),
         (
             lambda signals, state: with_record(state, "mine", signals.entropy),
-            "leaves records of {['mine'] float32[]} where {}",
+            "leaves records of {['mine'] float32[]}, wanted {}",
         ),
     ],
 )
