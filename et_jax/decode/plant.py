@@ -37,9 +37,9 @@ class Plant:
         """KV heads over all layers."""
         return self.model.num_layers * self.model.num_kv_heads
 
-    def reads_together(self, softmax: Softmax, *, chosen: bool) -> bool:
+    def reads_together(self, softmax: Softmax, *, selected: bool) -> bool:
         """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
-        if chosen or softmax.window is not None:  # then the lists of a slot's rows differ
+        if selected or softmax.window is not None:  # then the lists of a slot's rows differ
             return shares_lists(self.backend)
         return shares_pages(self.backend, self.model.group_size)
 
