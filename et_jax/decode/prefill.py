@@ -1,4 +1,4 @@
-"""Prompt tokens into the cache, chunks of several prompts in one call."""
+"""Writes prompt tokens into the cache, chunks of several prompts in one call."""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ def prefill(
     """Write the next prompt tokens of inactive slots into the cache; False where pages ran out.
 
     Each row is a chunk of a prompt: the first `count` of its tokens, then padding. Chunks of one prompt
-    stand one below the other, in order; `last` tells those that end their prompt, which are read densely whatever a
-    budget says. Rows of no tokens do nothing. The prompt's last token is left for `insert`, so that every token is
+    are in consecutive order; `last` marks those that end their prompt, which use full attention whatever a
+    budget selects. Rows without tokens do nothing. The prompt's last token is left for `insert`, so that every token is
     sampled in `step`. A refused slot is unchanged.
     """
     state, granted, _ = read_chunks(config, weights, state, slot, tokens, count, last)
@@ -47,21 +47,21 @@ def read_chunks(
     count: Int[Array, " r"],
     last: Bool[Array, " r"],
 ) -> tuple[DecodeState, Bool[Array, " r"], Float[Array, "r t v"] | None]:
-    """Return what `prefill` does, and the model's logits after every token; None where it reads nothing yet.
+    """Return what `prefill` does, and the model's logits after every token; None if only the small model reads.
 
     Under jit, logits that the caller ignores are never computed.
     """
     check_weights(weights, len(config.plants))
     index_of_row = jnp.arange(slot.shape[0])
-    same_slot = jnp.where(slot[:, None] == slot, count, 0)  # "r r": what every row adds to each row's slot
+    same_slot = jnp.where(slot[:, None] == slot, count, 0)  # "r r": the tokens of every row in each row's slot
     before = jnp.sum(jnp.where(index_of_row < index_of_row[:, None], same_slot, 0), axis=1)
-    held, total = state.length[slot], jnp.sum(same_slot, axis=1)
-    blocks = jnp.where(count > 0, -(-(held + total) // config.page_size), 0)
+    cached, total = state.length[slot], jnp.sum(same_slot, axis=1)
+    blocks = jnp.where(count > 0, -(-(cached + total) // config.page_size), 0)
     most = tokens.size // config.page_size + 1
     table, granted = pages.reserve(state.table, jnp.zeros_like(state.length).at[slot].max(blocks), most)
     granted = granted[slot]
     written = jnp.where(granted, count, 0)
-    start, end = (jnp.where(written > 0, held + x, 0) for x in (before, total))
+    start, end = (jnp.where(written > 0, cached + x, 0) for x in (before, total))
     pages_of = table.pages[slot]
     part = Chunk(slot=slot, table=pages_of, token=tokens, position=start, start=start, count=written, end=end)
     readers: list[Reader] = [FullAttention()] * len(config.plants)
@@ -96,7 +96,7 @@ def read_chunks(
 
 
 def _begun(config: DecoderConfig, state: DecodeState, chunk: Chunk) -> PromptRecord:
-    """The notes of every slot, those of prompts that begin in these rows as of nothing read."""
+    """Return the records of every slot, those of prompts that begin in these rows reset."""
     begins = (chunk.start == 0) & (chunk.count > 0)
     slot = jnp.where(begins, chunk.slot, config.num_slots)
     return jax.tree.map(

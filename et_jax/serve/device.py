@@ -41,7 +41,7 @@ class Device:
         self.promises: list[jax.Array] = []
         self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
         # What decodes whatever there is, and what serves the sequences of the decoder's own controller.
-        whole = self.config.whole
+        whole = self.config.full_variant
         self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
         self._few = {one: FewRows(decoder, one, self._where.platform) for one in {self._whole, self._usual}}
 

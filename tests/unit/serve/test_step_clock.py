@@ -110,7 +110,7 @@ def test_how_drafts_fared_is_counted_and_forgotten():
 
 
 CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
-WHOLE, PLAIN_ONE = CONFIG.whole, CONFIG.whole._replace(drafts=False)
+WHOLE, PLAIN_ONE = CONFIG.full_variant, CONFIG.full_variant._replace(drafts=False)
 
 
 def output(drafted: int, accepted: int, steps: int) -> StepOutput:
