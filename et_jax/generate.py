@@ -311,7 +311,7 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
     given = {} if args.ray_resources is None else flags.amounts("ray-resources", args.ray_resources)
     fleet = folder.Fleet(
         address=args.ray_address,
-        actors=values.whole("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
+        actors=values.integer("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
         resources=cluster.check_resources(given),
     )
     defaults = _defaults(args)

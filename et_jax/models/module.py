@@ -42,9 +42,9 @@ class ModuleConfig:
 
     def __post_init__(self) -> None:
         values.fill_unset(self)
-        checked = {"max_positions": values.whole("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
+        checked = {"max_positions": values.integer("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
         if self.bos_token_id is not None:
-            checked["bos_token_id"] = values.whole("bos_token_id", self.bos_token_id, 0, _MAX_ID)
+            checked["bos_token_id"] = values.integer("bos_token_id", self.bos_token_id, 0, _MAX_ID)
         if self.eos_token_ids is not None:
             checked["eos_token_ids"] = _ids(self.eos_token_ids)
         if not isinstance(self.calibration, Calibration):
@@ -58,7 +58,7 @@ def _ids(given: Any) -> tuple[int, ...]:
     if not (values.is_list(given) or isinstance(given, Set)):
         raise UsageError(f"eos_token_ids is {values.shown(given)}; it must be a list of token ids, or None.")
     found = values.ids("eos_token_ids", [*given], "a list of token ids")
-    return tuple(values.whole("an id of eos_token_ids", one, 0, _MAX_ID) for one in found)
+    return tuple(values.integer("an id of eos_token_ids", one, 0, _MAX_ID) for one in found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

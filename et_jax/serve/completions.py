@@ -9,7 +9,7 @@ import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
-from et_jax.io.known import known_or_none, ratio, told
+from et_jax.io.known import formatted, known_or_none, ratio
 from et_jax.io.schema import checked
 from et_jax.serve.totals import Totals
 
@@ -247,7 +247,7 @@ def _plain(own: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             return {fit(name): fit(one) for name, one in value.items()}
         if isinstance(value, str):
-            return html.whole(value)
+            return html.valid_text(value)
         return math.nan if isinstance(value, float) and not math.isfinite(value) else value
 
     try:
@@ -281,9 +281,9 @@ def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
 def _title(row: TokenTrace) -> str:
     """The figures of a token, a line each."""
     said = [
-        f"entropy {told(row.entropy, '.3f')} nats",
-        f"surprisal {told(row.surprisal, '.3f')} nats",
-        f"temperature {told(row.temperature, '.3g')}",
+        f"entropy {formatted(row.entropy, '.3f')} nats",
+        f"surprisal {formatted(row.surprisal, '.3f')} nats",
+        f"temperature {formatted(row.temperature, '.3g')}",
         *([f"read {row.blocks_read} of {row.blocks_held} blocks"] if row.blocks_read < row.blocks_held else []),
         *(["a draft, accepted"] if row.accepted else []),
         *(["by the small model"] if row.by_small else []),
@@ -295,4 +295,4 @@ def _title(row: TokenTrace) -> str:
 def _ended(completion: Completion) -> str:
     """How many tokens there are, why they end, and their figures."""
     begun = f"{len(completion.trace)} tokens ({completion.finish_reason})"
-    return f"{begun}; {Totals.of([completion]).told()}" if completion.trace else begun
+    return f"{begun}; {Totals.of([completion]).described()}" if completion.trace else begun
