@@ -203,7 +203,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             about = _about(args, model, ids[0], params)
             trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
-        events = model.stream(ids, params, cancelled=signals.noted)
+        events = model.stream(ids, params, cancelled=signals.received)
         model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
         signals.hold()
         for event in events:
