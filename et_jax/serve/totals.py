@@ -189,7 +189,8 @@ class Totals:
         """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
         said = [
             f"entropic time {formatted(self.entropic_time, '.1f')} nats, "
-            f"cost {formatted(self.cost / 1e6, '.1f')} MB moved and {formatted(self.flops / 1e9, '.2f')} GFLOP, {formatted(self.efficiency * 1e6, '.3g')} nats/MB"
+            f"cost {formatted(self.cost / 1e6, '.1f')} MB moved and {formatted(self.flops / 1e9, '.2f')} GFLOP, "
+            f"{formatted(self.efficiency * 1e6, '.3g')} nats/MB"
         ]
         if self.blocks_read < self.blocks_held:
             share = f", {100 * self.share_bytes:.0f}% of bytes" if math.isfinite(self.share_bytes) else ""
