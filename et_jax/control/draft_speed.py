@@ -126,8 +126,8 @@ class RooflineLength(DraftLength):
     four, plus a hundredth of their plain steps and whatever they have saved. If drafts would pay at full acceptance but
     are being rejected, one token is drafted again once that costs a hundredth of the steps since.
 
-    Sequences in the same batch use the same draft length, from their mean rate and credit: a step takes as many passes
-    as its longest draft, so a longer draft of one sequence costs all of them, and a shorter one saves nothing.
+    Sequences in the same batch use the same draft length, from the acceptance rate and the credit of all sequences: a
+    step takes as many passes as its longest draft, so a longer one costs all of them, and a shorter one saves nothing.
     """
 
     # An average over about the last thirty tokens: the cost of drafts is bounded, and once drafts stop data is rare.

@@ -59,8 +59,8 @@ class BlockView:
     because drafted tokens are verified in parallel, before each other's surprisals are known. `last_mass`
     is the share of attention mass that a block had when it was last read, 1 if it never was. `sensitivity` is the
     divergence, in nats, from an error of length 1 in each head's output, times the number of query heads:
-    divided by the tolerance it is a share of one head's part. Each of the four is None unless the selector needs it
-    (see `needing`). `most_blocks` is the number of blocks of the longest sequence in the batch, None
+    compared with the tolerance, it gives every head an equal share. Each of the four is None unless the selector needs
+    it (see `needing`). `most_blocks` is the number of blocks of the longest sequence in the batch, None
     if unknown: it serves only to skip work beyond it. A selector sees one view;
     `*b` is many at once.
     """

@@ -191,7 +191,7 @@ class _Reader:
         for _ in range(num_values):
             key = self._text()
             if key in values:
-                raise self._damaged(f"the key {named(key)} stands twice")
+                raise self._damaged(f"the key {named(key)} is listed twice")
             values[key] = self._value(self._number("I"))
         places = [self._tensor() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", 32)
@@ -207,7 +207,7 @@ class _Reader:
             block, _ = block_of(place.kind)
             begin, count = data + place.begin, math.prod(place.shape)
             if place.name in found:
-                raise self._damaged(f"the tensor {named(place.name)} stands twice")
+                raise self._damaged(f"the tensor {named(place.name)} is listed twice")
             if place.shape[-1] % block:
                 raise self._damaged(f"the rows of {named(place.name)} do not fill blocks of {block}")
             if begin < end:

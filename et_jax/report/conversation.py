@@ -20,7 +20,7 @@ _EDGES = (0.5, 1.0, 2.0, 4.0)  # nats: the bounds between colours
 _COLOURS = ("", "\x1b[38;5;185m", "\x1b[38;5;179m", "\x1b[38;5;173m", "\x1b[38;5;167m")
 _PLAIN = "\x1b[0m"
 _HELP = """/reset            forget the turns so far
-/system TEXT      begin anew with this system message
+/system TEXT      restart with this system message
 /set NAME VALUE   change a sampling setting: /set temperature 0.7
 /trace            show entropy, varentropy and surprisal of the last answer's tokens
 /save FILE        write the turns as JSON
@@ -77,7 +77,7 @@ class Conversation:
         if name == "/system" and rest:
             self.model.tokenizer.render([{"role": "user", "content": "?"}], rest)
             self.system_prompt, self.messages = rest, []
-            return "The chat begins anew with this system message."
+            return "The chat restarts with this system message."
         if name == "/set" and len(words := rest.split(None, 1)) == 2:
             self.params = _changed(self.params, *words)
             return f"{words[0]} is {getattr(self.params, words[0])}."

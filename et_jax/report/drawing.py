@@ -25,7 +25,7 @@ Spec = dict[str, Any]
 class Figure:
     """One figure: its title, a sentence on how to read it, what it shows in words, and the drawing.
 
-    `columns` are the data that `spec` calls by the name `table`. `by_token` tells that x counts tokens.
+    `columns` are the data that `spec` calls by the name `table`. `by_token` is true if x counts tokens.
     """
 
     title: str

@@ -22,7 +22,7 @@ from et_jax.serve.requests import MAX_N
 
 VERSION = 1
 _MOST_BYTES = 2**27  # of a line: the longest prompt of the command line with its escapes
-_ANEW = "write it anew with --trace"
+_AGAIN = "write it again with --trace"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,22 +105,22 @@ def read_trace(path: Path) -> tuple[About, list[Completion]]:
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
-        raise UsageError(f"{path} is empty or holds no whole line; {_ANEW}.")
+        raise UsageError(f"{path} is empty or holds no complete line; {_AGAIN}.")
     about = _about(path, first[1])
     rows: list[list[TokenTrace]] = [[] for _ in range(about.n)]
     ends: list[End | None] = [None] * about.n
     for number, values in lines:
         source, index = f"{path}, line {number}", values.get("index")
         if type(index) is not int or not 0 <= index < about.n:
-            raise UsageError(f"{source}: the field index is no number below n = {about.n}; {_ANEW}.")
+            raise UsageError(f"{source}: the field index is no number below n = {about.n}; {_AGAIN}.")
         if ends[index] is not None:
-            raise UsageError(f"{source} comes after the end of continuation {index}; {_ANEW}.")
+            raise UsageError(f"{source} comes after the end of continuation {index}; {_AGAIN}.")
         if "end" not in values:
-            rows[index].append(checked(values, TokenTrace, source, _ANEW))
+            rows[index].append(checked(values, TokenTrace, source, _AGAIN))
         elif isinstance(end := values["end"], dict):
-            ends[index] = checked(end, End, source, _ANEW)
+            ends[index] = checked(end, End, source, _AGAIN)
         else:
-            raise UsageError(f"{source}: the field end is no JSON object; {_ANEW}.")
+            raise UsageError(f"{source}: the field end is no JSON object; {_AGAIN}.")
     pairs = zip(rows, ends, strict=True)
     return about, [_completion(about, index, own, end) for index, (own, end) in enumerate(pairs)]
 
@@ -128,12 +128,12 @@ def read_trace(path: Path) -> tuple[About, list[Completion]]:
 def _about(path: Path, header: dict[str, Any]) -> About:
     version = header.get("trace")
     if version is None:
-        raise UsageError(f"{path} has no header, as traces of an older et_jax have none; {_ANEW}.")
+        raise UsageError(f"{path} has no header, as traces of an older et_jax have none; {_AGAIN}.")
     if type(version) is not int:
-        raise UsageError(f"{path}, line 1: the field trace is no version; {_ANEW}.")
+        raise UsageError(f"{path}, line 1: the field trace is no version; {_AGAIN}.")
     if version != VERSION:
-        raise UsageError(f"{path} is a trace of version {version}; this et_jax reads version {VERSION}: {_ANEW}.")
-    return checked(header, About, f"{path}, line 1", _ANEW)
+        raise UsageError(f"{path} is a trace of version {version}; this et_jax reads version {VERSION}: {_AGAIN}.")
+    return checked(header, About, f"{path}, line 1", _AGAIN)
 
 
 def _completion(about: About, index: int, rows: list[TokenTrace], end: End | None) -> Completion:
@@ -176,7 +176,7 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
 
     def finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
-            raise UsageError(f"{source} holds {text}, which is no finite number; {_ANEW}.")
+            raise UsageError(f"{source} holds {text}, which is no finite number; {_AGAIN}.")
         return number
 
     try:
@@ -186,11 +186,11 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
     except UsageError:
         raise
     except UnicodeEncodeError as error:
-        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_ANEW}.") from error
+        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_AGAIN}.") from error
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None
-        raise UsageError(f"{source} is damaged: it is no JSON; {_ANEW}.") from error
+        raise UsageError(f"{source} is damaged: it is no JSON; {_AGAIN}.") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{source} is damaged: it is no JSON object; {_ANEW}.")
+        raise UsageError(f"{source} is damaged: it is no JSON object; {_AGAIN}.")
     return values

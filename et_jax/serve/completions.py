@@ -221,7 +221,7 @@ def checked_completion(completion: Any) -> Completion:
     counts = [found.prompt_tokens, found.index, found.tokens_left_out, found.min_context or 0, *found.token_ids]
     counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
     if not all(0 <= count <= _MOST_COUNT for count in counts):
-        raise UsageError("A completion has figures that no run has; write its trace anew with --trace.")
+        raise UsageError("A completion has figures that no run has; write its trace again with --trace.")
     return dataclasses.replace(found, trace=checked_rows(own["trace"]))
 
 
@@ -233,10 +233,10 @@ def checked_rows(rows: Sequence[Any]) -> tuple[TokenTrace, ...]:
             raise UsageError(f"Token {number} of a trace is {values.shown(row)}; {_GIVE}.")
         found.append(checked(_plain(vars(row)), TokenTrace, f"token {number}", _GIVE))
         if not _possible(found[-1]):
-            raise UsageError(f"Token {number} has figures that no run has; write its trace anew with --trace.")
+            raise UsageError(f"Token {number} has figures that no run has; write its trace again with --trace.")
     shapes = {tuple(map(len, row.reads)) for row in found if row.reads is not None}
     if len(shapes) > 1 or not all(shape and min(shape) == max(shape) > 0 for shape in shapes):
-        raise UsageError("The reads of the tokens are figures that no run has; write its trace anew with --trace.")
+        raise UsageError("The reads of the tokens are figures that no run has; write its trace again with --trace.")
     return tuple(found)
 
 

@@ -66,7 +66,7 @@ def causal_attend(
 def _seen(
     segments: Int[Array, "b t"] | None, first: int, begin: int, end: int, window: int | None
 ) -> Bool[Array, "c q k"]:
-    """Return which keys from `first` to `end` queries from `begin` on attend to; `c` is the rows, 1 if all are equal."""
+    """Return which keys from `first` to `end` the queries from `begin` see; `c` is the rows, 1 if all are equal."""
     behind = jnp.arange(begin, end)[:, None] - jnp.arange(first, end)
     past = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     if segments is None:
