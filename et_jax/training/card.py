@@ -169,9 +169,9 @@ def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.
 
 def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, str]:
     """Return the texts of any card on the model's shape, its data and its training."""
-    notes = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
+    facts = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
     model = settings.model
-    return _training(settings, run, notes["train"]["starts"][-1]) | {
+    return _training(settings, run, facts["train"]["starts"][-1]) | {
         "layers": f"{model.num_layers} layers of width {model.hidden_size}",
         "heads": f"{model.num_heads} query heads on {model.num_kv_heads} key-value heads of {model.head_dim}",
         "ffn": str(model.intermediate_size),
@@ -181,8 +181,8 @@ def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, st
         "context": str(model.max_positions),
         "base": f"{model.rope_theta:,.0f}",
         "end": f"`{corpus.END_OF_TEXT}` (id {corpus.END_ID})",
-        "works": str(sum(len(side["works"]) for side in notes.values())),
-        "held_out": ", ".join(Path(name).stem for name in notes["held_out"]["works"]),
+        "works": str(sum(len(side["works"]) for side in facts.values())),
+        "held_out": ", ".join(Path(name).stem for name in facts["held_out"]["works"]),
     }
 
 

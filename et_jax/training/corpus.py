@@ -133,14 +133,14 @@ def prepare(
 
 def _save(tokens: Tokens, names: Sequence[str], path: Path) -> None:
     np.save(path.with_suffix(".npy"), tokens.ids)
-    notes = {"works": list(names), "starts": tokens.starts, "num_bytes": tokens.num_bytes}
-    path.with_suffix(".json").write_text(json.dumps(notes, indent=1))
+    facts = {"works": list(names), "starts": tokens.starts, "num_bytes": tokens.num_bytes}
+    path.with_suffix(".json").write_text(json.dumps(facts, indent=1))
 
 
 def _load(path: Path) -> Tokens:
-    notes = json.loads(path.with_suffix(".json").read_text())
+    facts = json.loads(path.with_suffix(".json").read_text())
     ids = np.load(path.with_suffix(".npy"), mmap_mode="r")
-    return Tokens(ids=ids, starts=tuple(notes["starts"]), num_bytes=notes["num_bytes"])
+    return Tokens(ids=ids, starts=tuple(facts["starts"]), num_bytes=facts["num_bytes"])
 
 
 def window_starts(tokens: Tokens, seed: int, epoch: int, window: int = WINDOW) -> Int64[np.ndarray, " n"]:
