@@ -84,29 +84,25 @@ class RecordedRows:
 
 
 def heavy_of(
-    how: Pruned,
-    recorded_rows: RecordedRows,
-    block_lses: tuple[Any, ...],
-    num_blocks: Int[Array, " s"],
-    masks: UInt32[Array, "r l k n32"],
+    how: Pruned, rows: RecordedRows, lses: tuple[Any, ...], blocks: Int[Array, " s"], masks: UInt32[Array, "r l k n32"]
 ) -> UInt32[Array, "s l k n32"]:
     """Return the `heavy_blocks` of all layers, none for rows that are not asked for; skips the work if none is.
 
     The last block, which every draft reads, is always among them: a row without any block has no record.
-    `block_lses` has the log-sum-exps of the blocks, layer by layer; blocks are packed like `masks`.
+    `lses` has the log-sum-exps of the blocks, layer by layer; blocks are packed like `masks`.
     """
 
     def choose(_: Array, given: tuple) -> Array:
-        block_lses, num_blocks, asked = given
-        block_lse = by_layer(block_lses, lambda lse: lse, axis=1)
+        lses, blocks, asked = given
+        block_lse = by_layer(lses, lambda lse: lse, axis=1)
         s, layers, heads, n = block_lse.shape
         log_share = log_shares(block_lse.reshape(s * layers, heads, n), masks.shape[2])
-        last = pack_blocks(jnp.arange(n) == (num_blocks - 1)[:, None, None, None])
-        selected = heavy_blocks(how, log_share.reshape(s, layers, -1, n), num_blocks) | last
+        last = pack_blocks(jnp.arange(n) == (blocks - 1)[:, None, None, None])
+        selected = heavy_blocks(how, log_share.reshape(s, layers, -1, n), blocks) | last
         return jnp.where(asked[:, None, None, None], selected, 0)
 
-    nothing = jnp.zeros((len(num_blocks), *masks.shape[1:]), jnp.uint32)
-    return run_if(jnp.any(recorded_rows.asked), choose, nothing, (block_lses, num_blocks, recorded_rows.asked))
+    nothing = jnp.zeros((len(blocks), *masks.shape[1:]), jnp.uint32)
+    return run_if(jnp.any(rows.asked), choose, nothing, (lses, blocks, rows.asked))
 
 
 @pytree

@@ -131,10 +131,8 @@ class BlockSparse:
     def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> ReadStats:
         """Return the blocks read, over all layers."""
         lengths = chunk.lengths
-        records, long = (
-            written_out(plant, chunk, self.skipped, records),
-            long_rows(self.chooses, self.min_context, lengths),
-        )
+        records = written_out(plant, chunk, self.skipped, records)
+        long = long_rows(self.chooses, self.min_context, lengths)
         kept_mass = jnp.where(long, self.kept_mass, 1.0)
         summaries = count_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
