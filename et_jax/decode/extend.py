@@ -48,7 +48,7 @@ were verified in parallel.
 class LayerReader(Protocol):
     """How a chunk reads one layer of the cache: a pytree whose arrays lead with the rows, without side effects.
 
-    There may be more queries than rows of the chunk, which are padding; the result may lack that.
+    There may be more queries than rows of the chunk, which are padding; the result may omit them.
     Layers whose readers have equal structure share a trace.
     """
 
