@@ -23,7 +23,7 @@ from et_jax.errors import UsageError
 from et_jax.io.files import check_writable
 from et_jax.io.gguf import is_gguf
 from et_jax.io.texts import read_text
-from et_jax.io.values import whole
+from et_jax.io.values import integer
 
 _WORTH = 1e-3  # nats a token that a temperature must save
 _MOST_ROWS, _LEAST_LENGTH = 10_000, 8
@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     streams.check_standard_output()
     for name, least, most in (("rows", 1, _MOST_ROWS), ("length", _LEAST_LENGTH, 2**20)):
         if getattr(args, name) is not None:
-            whole(f"--{name}", getattr(args, name), least, most)
+            integer(f"--{name}", getattr(args, name), least, most)
     texts = None if args.text is None else _texts(Path(args.text))
 
     from et_jax.models.calibration import FILE, read_calibration

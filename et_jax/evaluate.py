@@ -27,7 +27,7 @@ from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
 from et_jax.io.texts import read_text
-from et_jax.io.values import whole
+from et_jax.io.values import integer
 from et_jax.models.local import local_model
 from et_jax.tasks import files, scored
 from et_jax.tasks.answers import plot, summary, table
@@ -269,7 +269,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
             raise UsageError(f'There is no task "{task}" here; choose one of {", ".join(known)}.')
     for name, (least, most) in _BOUNDS.items():
         for value in lengths if name == "length" else [getattr(args, name)]:
-            whole(f"--{name}", value, least, most)
+            integer(f"--{name}", value, least, most)
     if args.prompts is None and tasks not in ([LOSS], [SCORE]) and _num_prompts(args, tasks, lengths) > _MOST_PROMPTS:
         raise UsageError(
             f"--task, --length, --depths and --samples make {_num_prompts(args, tasks, lengths)} prompts "

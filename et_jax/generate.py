@@ -206,7 +206,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             about = _about(args, model, ids[0], params)
             trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
-        events = model.stream(ids, params, cancelled=signals.noted)
+        events = model.stream(ids, params, cancelled=signals.received)
         model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
         signals.hold()
         for event in events:
@@ -314,7 +314,7 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
     given = {} if args.ray_resources is None else flags.amounts("ray-resources", args.ray_resources)
     fleet = folder.Fleet(
         address=args.ray_address,
-        actors=values.whole("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
+        actors=values.integer("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
         resources=cluster.check_resources(given),
     )
     defaults = _defaults(args)

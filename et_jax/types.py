@@ -1,6 +1,6 @@
-"""What everything stands on: axis letters, pytree dataclasses, values that compare by value, `replace`.
+"""Basic types: axis letters, pytree dataclasses, values that compare by value, `replace`.
 
-Axis letters, the same in every signature: `b` slots or batch rows, `r` the rows a step serves, `t`
+Axis letters, the same in every signature: `b` slots or batch rows, `r` the rows of a step, `t`
 positions, `l` layers, `k` KV heads, `h` query heads, `c` the same with
 those of each KV head padded for a kernel, `g` query heads per KV head, `n` blocks per slot
 (`n32` packed words of 32), `m` listed blocks, `p` pages, `s` page size, `d` head dim, `e` width of a
@@ -23,13 +23,13 @@ from jaxtyping import Array, Float, Int
 T = TypeVar("T")
 
 Number = float | int | np.number | Float[Array, "*b"]
-"""A number of a value: a Python one where it is made, an array with a row for each slot inside a step."""
+"""A number of a value: a Python one at construction, an array with a row for each slot inside a step."""
 
 Count = int | np.integer | Int[Array, "*b"]
-"""A whole number of a value, likewise."""
+"""An integer of a value, likewise."""
 
 MaybeCount = Count | None
-"""A whole number that may be absent, which is another structure and so another program."""
+"""An integer or None, which is another structure and so another program."""
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
@@ -38,18 +38,18 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 
 
 def derived(*, init: Literal[False] = False) -> Any:
-    """Return a field that `__post_init__` works out of the others, once and in float64.
+    """Return a field that `__post_init__` computes from the others, once and in float64.
 
-    A number worked out inside a program and one worked out before it may differ in the last bit.
+    A number computed inside a program and one computed before it may differ in the last bit.
     """
     return dataclasses.field(init=init, repr=False, default=0.0)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def pytree(cls: type[T]) -> type[T]:
-    """Return `cls` as a frozen keyword-only dataclass and JAX pytree, all but its static fields its children.
+    """Return `cls` as a frozen keyword-only dataclass and JAX pytree, with all but its static fields as children.
 
-    Unflattening bypasses `__init__`: JAX rebuilds trees around objects that are no arrays (shape
+    Unflattening bypasses `__init__`: JAX rebuilds trees around objects that are not arrays (shape
     structs, sentinels, layouts), which a shape-checking `__init__` would refuse.
     """
     return _registered(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
@@ -57,13 +57,13 @@ def pytree(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(static, derived))
 def value(cls: type[T]) -> type[T]:
-    """Return `cls` as a frozen dataclass and a pytree that is told by its value: `==`, `hash` and `repr` go by it.
+    """Return `cls` as a frozen dataclass and a pytree that is compared, hashed and printed by value.
 
-    Fields marked `static()` are its structure and must be hashable; the others are numbers, or values of
-    their own. Numbers are checked where a value is made, never when a tree is put together again. Two
+    Fields marked `static()` are its structure and must be hashable; the others are numbers, or nested
+    values. Numbers are checked at construction, never when a tree is unflattened. Two
     values of one `jax.tree.structure` run in one program.
 
-    Raises ValueError for a number that is none, is NaN, or is beyond 32 bits (infinity is not).
+    Raises ValueError for a field that is not a number, is NaN, or is beyond 32 bits (infinity is allowed).
     """
     worked_out = getattr(cls, "__post_init__", None)
 
@@ -77,59 +77,59 @@ def value(cls: type[T]) -> type[T]:
     return _registered(dataclasses.dataclass(frozen=True, eq=False)(cls))
 
 
-_WHOLE, _REAL = (int, Count, MaybeCount), (float, Number)
+_INTEGER, _REAL = (int, Count, MaybeCount), (float, Number)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def check_numbers(owner: Any) -> None:
-    """Make plain numbers of the fields of a dataclass that are annotated as numbers, whole ones or truths.
+    """Convert the fields of a dataclass that are annotated as numbers, integers or booleans to plain Python values.
 
-    Raises ValueError, naming the field, for what is none, is NaN, or is beyond 32 bits (infinity is not).
+    Raises ValueError, naming the field, for one that is no number, is NaN, or is beyond 32 bits (infinity is allowed).
     """
     kinds = _kinds(type(owner))
     for field in dataclasses.fields(owner):
         given, kind = getattr(owner, field.name), kinds.get(field.name)
         if kind is bool and not isinstance(given, bool | np.bool_):
-            raise ValueError(f"{type(owner).__name__}: {field.name} is {_told(given)}; it must be true or false")
-        if kind in _REAL or (kind in _WHOLE and not (kind is MaybeCount and given is None)):
-            object.__setattr__(owner, field.name, _plain(owner, field.name, given, whole=kind in _WHOLE))
+            raise ValueError(f"{type(owner).__name__}: {field.name} is {_described(given)}; it must be true or false")
+        if kind in _REAL or (kind in _INTEGER and not (kind is MaybeCount and given is None)):
+            object.__setattr__(owner, field.name, _plain(owner, field.name, given, integer=kind in _INTEGER))
 
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, Any]:
-    """The annotations of a class, those written as texts too."""
+    """Return the annotations of a class, with those written as text resolved."""
     try:
         return get_type_hints(cls)
-    except NameError:  # a text that names what comes later: the rest is read all the same
+    except NameError:  # an unresolvable annotation: the others are returned as written
         return {
             name: kind for one in reversed(cls.__mro__) for name, kind in getattr(one, "__annotations__", {}).items()
         }
 
 
-def _plain(owner: Any, name: str, given: Any, whole: bool) -> Any:
-    """The number as Python's own; arrays with a row for each slot, and those being traced, as they are."""
+def _plain(owner: Any, name: str, given: Any, integer: bool) -> Any:
+    """Return the number as Python's own; arrays with a row for each slot, and traced ones, unchanged."""
     if isinstance(given, jax.Array):
         if isinstance(given, Tracer) or given.ndim:
             return given
         given = given.item()
-    wanted, kind = (numbers.Integral, "a whole number") if whole else (numbers.Real, "a number")
+    wanted, kind = (numbers.Integral, "an integer") if integer else (numbers.Real, "a number")
     if not isinstance(given, wanted) or isinstance(given, bool | np.bool_):
-        raise ValueError(f"{type(owner).__name__}: {name} is {_told(given)}; it must be {kind}")
+        raise ValueError(f"{type(owner).__name__}: {name} is {_described(given)}; it must be {kind}")
     try:
-        number = int(given) if whole else float(given)
-    except OverflowError:  # a whole number or a fraction that no float holds
+        number = int(given) if integer else float(given)
+    except OverflowError:  # an integer or a fraction beyond the range of floats
         number = _FLOAT32_MAX * 2
     if number != number:
         raise ValueError(f"{type(owner).__name__}: {name} is nan; it must be {kind}")
-    if not abs(number) < 2**31 if whole else _FLOAT32_MAX < abs(number) < math.inf:
-        raise ValueError(f"{type(owner).__name__}: {name} is {_told(given)}; it must be {kind} of 32 bits")
+    if not abs(number) < 2**31 if integer else _FLOAT32_MAX < abs(number) < math.inf:
+        raise ValueError(f"{type(owner).__name__}: {name} is {_described(given)}; it must be {kind} of 32 bits")
     return number
 
 
-def _told(given: Any) -> str:
-    """What was given, briefly."""
+def _described(given: Any) -> str:
+    """Return a short description of a given value."""
     if isinstance(given, int) and given.bit_length() > 200:
-        return f"a whole number of {given.bit_length()} bits"
+        return f"an integer of {given.bit_length()} bits"
     return repr(given) if isinstance(given, int | float | str | np.number) else f"of type {type(given).__name__}"
 
 
@@ -142,13 +142,13 @@ def _hash(one: Any) -> int:
 
 
 def _identity(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What a value is told by: its structure, and its numbers as they are."""
+    """Return what identifies a value: its structure, and the bytes of its numbers."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(leaf), np.asarray(leaf).tobytes()) for leaf in leaves)
 
 
 def _registered(cls: type[T]) -> type[T]:
-    """`cls`, a dataclass, as a pytree whose static fields are its structure."""
+    """Return `cls`, a dataclass, registered as a pytree whose static fields are its structure."""
     fields = dataclasses.fields(cls)
     names = tuple(field.name for field in fields if not field.metadata.get("static"))
     fixed = tuple(field.name for field in fields if field.metadata.get("static"))
@@ -171,7 +171,7 @@ def _registered(cls: type[T]) -> type[T]:
 
 
 class Table:
-    """An array that is part of a structure: told by its bits, never changed."""
+    """An array that is part of a structure: compared by its bits, immutable."""
 
     def __init__(self, rows: Any) -> None:
         self.array = np.array(rows)
@@ -191,5 +191,5 @@ class Table:
 
 
 def replace(tree: T, **changes) -> T:
-    """Return `tree` with some fields changed, as `dataclasses.replace`, checked where the class checks."""
+    """Return `tree` with some fields changed, like `dataclasses.replace`; classes with checks run them."""
     return dataclasses.replace(tree, **changes)

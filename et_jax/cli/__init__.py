@@ -1,1 +1,1 @@
-"""What the command lines share: `flags` and `command` (arguments, exit codes), `streams`, `signals`, `paths`."""
+"""Shared code of the command lines: `flags` and `command` (arguments, exit codes), `streams`, `signals`, `paths`."""

@@ -13,9 +13,9 @@ from et_jax.cli.signals import Signals
 from et_jax.cli.streams import STANDARD_OUTPUT, standard_streams
 from et_jax.errors import UsageError
 
-FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 and its number, as shells say it
-READER_GONE = 141  # which is that of SIGPIPE
-_NO_THREAD = "can't start new thread"  # Python's words, where processes or memory are bounded
+FAILED, USAGE = 1, 2  # exit codes; that of a signal is 128 plus its number, the shells' convention
+READER_GONE = 141  # the exit code of SIGPIPE
+_NO_THREAD = "can't start new thread"  # Python's message when processes or memory are limited
 _THREADS = "The system starts no more threads; end other programs, or raise `ulimit -u` or `ulimit -v`."
 _SHORTAGE = "No memory is left for this; free some, or ask for less at once. What was written so far is kept."
 
@@ -27,7 +27,7 @@ def run(
     *,
     texts: Collection[str],
 ) -> int:
-    """Run a command and return its exit code; what it cannot do ends in one sentence on standard error.
+    """Run a command and return its exit code; an error is reported in one sentence on standard error.
 
     `texts` names the arguments that are texts, not files or numbers.
     """
@@ -73,13 +73,13 @@ def _run(
                 return READER_GONE
             print(f"error: {sentence(error)}; what was printed so far is kept.", file=sys.stderr)
             return FAILED
-        # Said when the frames of what failed have let go of what they held.
+        # Printed after the frames of the failed call have released their memory.
         print(f"error: {_SHORTAGE}", file=sys.stderr)
         return FAILED
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether memory, or a thread, was refused: by Python, or in the words of JAX's runtime."""
+    """Return whether memory, or a thread, was refused: by Python, or in the messages of JAX's runtime."""
     words = "RESOURCE_EXHAUSTED", "Out of memory", _NO_THREAD
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
@@ -94,7 +94,7 @@ def sentence(error: OSError) -> str:
 
 
 def tried(write: Callable[[], None]) -> bool:
-    """Write one of the files beside the text, and return whether that worked; if not, say so and go on."""
+    """Write a secondary file, and return whether that worked; an error is printed."""
     try:
         write()
     except UsageError as error:
@@ -109,7 +109,7 @@ def tried(write: Callable[[], None]) -> bool:
 
 
 def _check_given(args: argparse.Namespace, texts: Collection[str]) -> None:
-    """Read every text as UTF-8, whatever the locale says, and refuse what is none; a name is never empty."""
+    """Decode every text as UTF-8, whatever the locale; raise UsageError for other encodings and for empty names."""
     for name, value in vars(args).items():
         if name not in texts and isinstance(value, str) and (not value or "\0" in value):
             flag = name.replace("_", "-")

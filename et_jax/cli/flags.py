@@ -8,16 +8,16 @@ from et_jax.errors import UsageError
 from et_jax.io import knobs
 
 CACHE = ("cache_budget", "cache_policy")
-"""What may be said of caches that shrink, under the names of `EngineConfig`."""
+"""The settings of cache compression, under the names of `EngineConfig`."""
 
 EXPERTS = ("experts", "expert_share")
-"""What may be said of mixtures of experts, likewise."""
+"""The settings of mixtures of experts, likewise."""
 
 
 def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> None:
-    """Add the flags that choose the laws: one of the `presets`, and the knobs that its dataclass has."""
+    """Add the flags of the laws: one of the `presets`, and the knobs of its dataclass."""
     control = parser.add_argument_group(
-        "control", "Of a knob: what it is, and its default under each preset that has it."
+        "control", "Of a knob: its meaning, and its default under each preset that has it."
     )
     control.add_argument(
         "--control", default="off", help=f"which laws run the decoder: {', '.join(presets)} (default off)"
@@ -31,13 +31,13 @@ def add_control(parser: argparse.ArgumentParser, presets: Mapping[str, Any]) -> 
     control.add_argument(
         "--audit",
         action="store_true",
-        help="ead: say how many words of one were likeliest to the other; entropyinfer: how much attention was kept",
+        help="ead: report how many tokens of one were likeliest to the other; entropyinfer: how much mass was read",
     )
-    control.add_argument("--lazy-prefill", action="store_true", help="ead: prompts are read by the small model alone")
+    control.add_argument("--lazy-prefill", action="store_true", help="ead: only the small model reads prompts")
 
 
 def add_sampling(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of how a token is drawn."""
+    """Add the flags of sampling."""
     group.add_argument("--temperature", "--temp", type=float, default=1.0, help="0 is greedy (default 1)")
     group.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default 0, off)")
     group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (1, off)")
@@ -76,11 +76,11 @@ def biases(given: Sequence[str]) -> dict[int, float]:
 
 
 def add_drafts(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of where drafts come from, and how long they are."""
+    """Add the flags of drafting."""
     group.add_argument(
         "--draft",
         metavar="lookup|self|MODEL|lookup+self|lookup+MODEL",
-        help="lookup: from what the text read so before; self: by the model, reading little of a long text; "
+        help="lookup: what followed an earlier match in the text; self: by the model, with sparse attention; "
         "MODEL: by a smaller model, such as bundled-small; with lookup+ where a lookup has no guess",
     )
     group.add_argument("--draft-tokens", type=int, help="drafted in a step at most (default 8)")
@@ -90,60 +90,60 @@ def add_drafts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft-length",
         choices=["acceptance", "entropy", "fixed"],
-        help="how many: by what was accepted (default), by how certain the model is, or as many as that",
+        help="how many: by the acceptance rate (default), by the model's certainty, or always the maximum",
     )
 
 
 def add_experts(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of how many experts of a mixture a token goes to."""
-    group = parser.add_argument_group("experts", "of a mixture: a token goes to as many as trained, or to fewer")
+    """Add the flags of the number of experts per token."""
+    group = parser.add_argument_group("experts", "of a mixture: a token is routed to as many as trained, or to fewer")
     group.add_argument(
         "--experts",
         choices=["top_k", "mass", "entropy"],
-        help="how many: as trained (default), as few as hold a share of the gate, or a share that grows with entropy",
+        help="how many: as trained (default), the fewest with a share of the gate, or a share that grows with entropy",
     )
     group.add_argument(
         "--expert-share",
         type=float,
         metavar="SHARE",
-        help="the share of the gate's probability (mass: 0.9), or the least there is (entropy: 0.5)",
+        help="the share of the gate's probability (mass: 0.9), or its minimum (entropy: 0.5)",
     )
 
 
 def add_weights(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of what the weights are held in."""
+    """Add the flags of the form of the weights."""
     group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     group.add_argument(
         "--quantize",
         choices=["int8"],
-        help="hold matrices in 8 bits, and round what they are multiplied with to 8 bits (default: in --dtype)",
+        help="store matrices in 8 bits, and round what they are multiplied with to 8 bits (default: in --dtype)",
     )
 
 
 def add_calibration(group: argparse._ArgumentGroup) -> None:
-    """Add the flag of what was measured of the model."""
+    """Add the flag of the model's measurements."""
     group.add_argument(
         "--calibration",
         default="auto",
         choices=["auto", "none"],
-        help="auto: go by what was measured of the model, and measure it where the control needs that; "
-        "none: as if all heads counted alike (docs/control.md)",
+        help="auto: use the model's measured sensitivity, and measure it if the control needs it; "
+        "none: treat all heads alike (docs/control.md)",
     )
 
 
 def add_cache(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of what the cache keeps, and in which dtype."""
+    """Add the flags of the cache's size and dtype."""
     group.add_argument(
         "--cache-dtype",
         default="auto",
         choices=["auto", "bfloat16", "float32", "int8", "fp8"],
-        help="what keys and values are kept in (default auto: the dtype of the weights; 8 bits: docs/models.md)",
+        help="the dtype of keys and values (default auto: the dtype of the weights; 8 bits: docs/models.md)",
     )
     group.add_argument(
         "--cache-budget",
         type=int,
         metavar="TOKENS",
-        help="keep so many tokens of a sequence's cache for each head, and forget the rest (default: all)",
+        help="keep so many tokens of a sequence's cache for each head, and drop the rest (default: all)",
     )
     group.add_argument(
         "--cache-policy",
@@ -160,14 +160,14 @@ def add_ray(group: argparse._ArgumentGroup) -> None:
         help="have --input, also a folder or a pattern such as 'in/*.jsonl', served by actors (docs/batch.md)",
     )
     group.add_argument("--ray-address", metavar="HOST:PORT", help="the cluster's head (default: one of this machine)")
-    group.add_argument("--ray-actors", type=int, metavar="N", help="engines, each in a process of its own (default 1)")
+    group.add_argument("--ray-actors", type=int, metavar="N", help="engines, each in its own process (default 1)")
     group.add_argument(
-        "--ray-resources", metavar="NAME=AMOUNT,...", help="what each has: CPU=4, GPU=1, TPU=4 ... (default CPU=1)"
+        "--ray-resources", metavar="NAME=AMOUNT,...", help="of each engine: CPU=4, GPU=1, TPU=4 ... (default CPU=1)"
     )
 
 
 def amounts(name: str, given: str) -> dict[str, float]:
-    """Return what a flag says as NAME=AMOUNT,... Raises UsageError."""
+    """Return the amounts of a flag NAME=AMOUNT,... Raises UsageError."""
     found = {}
     for pair in given.split(","):
         key, _, amount = pair.partition("=")
@@ -179,12 +179,12 @@ def amounts(name: str, given: str) -> dict[str, float]:
 
 
 def given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return what was said of these settings, without those of which nothing was."""
+    """Return these settings as given, without unset ones."""
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def knob_help(name: str, presets: Mapping[str, Any]) -> str:
-    """Return what a knob means, with the presets that have it and its default under each."""
+    """Return the meaning of a knob, with the presets that have it and its default under each."""
     having: dict[str, dict[str, list[str]]] = {}  # the presets of each meaning and default
     for preset, one in presets.items():
         if name in knobs.knobs(one):
@@ -199,15 +199,15 @@ def knob_help(name: str, presets: Mapping[str, Any]) -> str:
 
 
 def check_combination(args: argparse.Namespace) -> None:
-    """Find out before anything else that no flag of the command goes without another, or against it."""
+    """Raise UsageError if a flag of the command requires another one, or excludes it."""
     for name in ("ray_address", "ray_actors", "ray_resources"):
         if getattr(args, name) is not None and not args.ray:
-            raise UsageError(f"--{name.replace('_', '-')} needs --ray; without it one process serves all lines.")
+            raise UsageError(f"--{name.replace('_', '-')} needs --ray; without it one process runs all lines.")
     if args.ray and args.input is None:
-        raise UsageError("--ray is for --input; one prompt is served by one process.")
+        raise UsageError("--ray is for --input; one prompt runs in one process.")
     for name in ("metrics", "report"):
         if args.ray and getattr(args, name) is not None:
-            raise UsageError(f"--{name} tells of one process and its output; leave it or --ray out.")
+            raise UsageError(f"--{name} reports on one process and its output; leave it or --ray out.")
     if args.interactive:
         for name in ("output", "trace", "plot", "json", "no_stream", "metrics", "report"):
             if getattr(args, name):

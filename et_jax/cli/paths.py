@@ -1,8 +1,8 @@
-"""The files of a command, compared with one another before any is written: none may be another one.
+"""Checks before any file is written that the files of a command are all different.
 
-Files that are there are compared by what they are, not by how they are spelled: a link, a hard link, `./` or,
-where the file system passes over it, another case make no other file. A file that is not there yet goes by
-the place it would have.
+Existing files are compared by identity, not by spelling: a link, a hard link, `./` or, on a
+case-insensitive file system, another case name the same file. A new file is compared by
+its future place.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _STREAMS = ("standard input", "standard output", "standard error")
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """A path, or a stream that the shell opened, under its name; `found` is None where there is no file yet."""
+    """A path, or a stream that the shell opened, with its name; `found` is None if there is no file yet."""
 
     name: str
     path: Path | None
@@ -42,23 +42,21 @@ class _Named:
 
 
 def check_paths(read: Mapping[str, Path | None], written: Mapping[str, Path | None], folder: Path | None) -> None:
-    """Find out that no file that is written is any other, a standard stream, or one of the model's in `folder`.
+    """Raise UsageError, naming both, if a file to be written is another one, a standard stream, or the model's.
 
-    `read` and `written` have the paths of the command by their names, None where they are not given.
-
-    Raises UsageError naming both.
+    `read` and `written` have the paths of the command by their names, None if not given; `folder` is the model's.
     """
     named = [_named(name, path, False) for name, path in read.items() if path is not None]
     named += [_named(name, path, True) for name, path in written.items() if path is not None]
     named += _streams()
-    for one, other in itertools.combinations(named, 2):  # what is read first, the streams last
+    for one, other in itertools.combinations(named, 2):  # read files first, the streams last
         if one.path is not None and (one.written or other.written) and one.is_same(other):
             first, second = (one, other) if other.path is None else (other, one)
             raise UsageError(f"{first} is the same file as {second}; choose another file.")
     if folder is not None:
-        held = [os.stat(file) for file in _files(folder)]
+        model_files = [os.stat(file) for file in _files(folder)]
         for one in named:
-            same = one.found is not None and any(os.path.samestat(one.found, file) for file in held)
+            same = one.found is not None and any(os.path.samestat(one.found, file) for file in model_files)
             if one.written and one.path is not None and (same or _lies_in(one.path, folder)):
                 raise UsageError(f"{one} is a file of the model in {folder}; choose another file.")
 
@@ -82,12 +80,12 @@ def _streams() -> Iterator[_Named]:
 
 
 def _spelled(name: str) -> str:
-    """Return a name as a file system sees it that passes over case and the ways to compose a letter."""
+    """Return a name as a case-insensitive and Unicode-normalising file system compares it."""
     return unicodedata.normalize("NFC", name.casefold())
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield what lies in a model's folder, and below its orbax; or the one file of a model."""
+    """Yield the files of a model's folder and of its orbax folder; or the single file of a model."""
     if folder.is_file():
         yield folder
     orbax = folder / "orbax"

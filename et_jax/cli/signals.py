@@ -1,4 +1,4 @@
-"""The signals that end a command: Ctrl-C, SIGTERM, a terminal that goes away."""
+"""The signals that end a command: Ctrl-C, SIGTERM, a closing terminal."""
 
 import contextlib
 import os
@@ -14,45 +14,45 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Signals:
-    """What a command does when it is told to end: by Ctrl-C, SIGTERM, or a terminal that goes away (SIGHUP).
+    """The handling of Ctrl-C, SIGTERM and a closing terminal (SIGHUP) in a command.
 
-    It says `said` and ends at once, whatever the main thread waits for. After `hold`, when there is
-    something to finish, the first signal is only noted, as `number`, and the second ends it. Signals that
-    were ignored when it began stay ignored.
+    A signal prints `said` and ends the command at once, whatever the main thread waits for. After `hold`, when there is
+    work to finish, the first signal is only recorded, as `number`, and the second ends the command. Signals that
+    were ignored at the start stay ignored.
     """
 
     def __init__(self) -> None:
         self.said = "interrupted"
         self.number: int | None = None
-        self._held = False
+        self._deferred = False
         self._before: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
 
     @property
     def code(self) -> int:
-        """The exit code of the signal noted, 0 where there was none."""
+        """The exit code of the recorded signal, 0 without one."""
         return 0 if self.number is None else 128 + self.number
 
-    def noted(self) -> bool:
+    def received(self) -> bool:
         """Return whether there was a signal since `hold`."""
         return self.number is not None
 
     def hold(self) -> Callable[[], bool]:
-        """From now on there is something to finish: note the first signal. Returns `noted`."""
-        self._held = True
-        return self.noted
+        """Record the first signal from now on, because there is work to finish. Returns `received`."""
+        self._deferred = True
+        return self.received
 
     def forget(self) -> None:
-        """Forget a signal that was noted: the next one is noted again."""
+        """Clear the recorded signal: the next one is recorded again."""
         self.number = None
 
     @contextlib.contextmanager
     def asking(self) -> Generator[None]:
-        """Within, a line is asked for: Ctrl-C raises KeyboardInterrupt, other signals end the command.
+        """While a line is read, Ctrl-C raises KeyboardInterrupt, and other signals end the command.
 
-        They leave the terminal as it was found.
+        They restore the terminal's settings.
         """
-        if self._thread is None:  # signals are the caller's business
+        if self._thread is None:  # the caller handles signals
             yield
             return
         put_back = _terminal()
@@ -72,8 +72,8 @@ class Signals:
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
-            # The main thread may be in a compiler for a minute, where no handler runs: another thread listens.
+        if threading.current_thread() is threading.main_thread():  # elsewhere the caller handles signals
+            # The main thread may compile for a minute, in which no handler runs: another thread listens.
             reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._thread = threading.Thread(target=self._listen, args=(reader,), name="et_jax signals", daemon=True)
@@ -95,7 +95,7 @@ class Signals:
         while number := os.read(reader, 1):
             if number[0] not in self._before:
                 continue
-            if self._held and self.number is None:
+            if self._deferred and self.number is None:
                 self.number = number[0]
             else:
                 _end(self.said, number[0])
@@ -103,7 +103,7 @@ class Signals:
 
 
 def _terminal() -> Callable[[], None]:
-    """Return what puts the terminal of standard input back as it is now; nothing where there is none."""
+    """Return a function that restores the settings of standard input's terminal; a no-op without one."""
     with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
         import termios
 
@@ -115,7 +115,7 @@ def _terminal() -> Callable[[], None]:
 
 
 def guard() -> None:
-    """Have signals before and after `run` end the process without a traceback; for a process of its own."""
+    """Let signals before and after `run` end the process without a traceback; for a process of its own."""
     for number in _heeded():
         signal.signal(number, lambda number, _: _end("interrupted", number))
 
@@ -126,7 +126,7 @@ def _heeded() -> list[int]:
 
 
 def _end(said: str, number: int) -> None:
-    """End without waiting for anything: the locks of streams may be held, and threads at work."""
+    """End without waiting: locks of streams may be taken, and threads at work."""
     shown = "\x1b[?25h" if takes_escapes(sys.__stderr__) else ""  # a progress bar hides the cursor
     with contextlib.suppress(OSError):
         os.write(2, f"{shown}\n{said}\n".encode(errors="backslashreplace"))

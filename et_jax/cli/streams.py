@@ -1,4 +1,4 @@
-"""The streams and files of a command: text in and out, whatever is closed, full or of another encoding."""
+"""The streams and files of a command: text in and out, robust to closed or full files and other encodings."""
 
 import contextlib
 import io
@@ -11,14 +11,14 @@ from typing import Any, TextIO
 from et_jax.errors import UsageError
 from et_jax.io.texts import decoded
 
-STANDARD_INPUT_BYTES = 16 * 2**20  # the most that is read of a prompt: about four million tokens
+STANDARD_INPUT_BYTES = 16 * 2**20  # the longest prompt that is read: about four million tokens
 STANDARD_OUTPUT = "standard output"
 
 
 def read_standard_input() -> str:
-    """Return the text on standard input, of STANDARD_INPUT_BYTES at most.
+    """Return the text on standard input, at most STANDARD_INPUT_BYTES.
 
-    Raises UsageError where it is closed, endless, or no text.
+    Raises UsageError if it is closed, too long, or not UTF-8.
     """
     if sys.stdin is None:
         raise UsageError("Standard input is closed; pipe the prompt into it, or give it with --prompt.")
@@ -37,22 +37,22 @@ def read_standard_input() -> str:
 
 
 def check_standard_output() -> None:
-    """Raise UsageError where there is no standard output for the text."""
+    """Raise UsageError if there is no standard output for the text."""
     if sys.stdout is None:
         raise UsageError("Standard output is closed, and the text goes there; send it to a file, or to /dev/null.")
 
 
 def open_text(path: str) -> "Stream":
-    """Open a file for text that comes bit by bit; its failures name it. Raises UsageError where it cannot be."""
+    """Open a file for streamed text; its errors name it. Raises UsageError if it cannot be opened."""
     try:
-        # A lone surrogate is escaped as JSON does it.
+        # A lone surrogate is escaped as in JSON.
         return Stream(Path(path).open("w", encoding="utf-8", errors="backslashreplace"), path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}); choose another file.") from error
 
 
 class Stream:
-    """A text stream whose failures name it; a `spare` one drops what it cannot take, and the work goes on."""
+    """A text stream whose errors name it; a `spare` one drops what it cannot write, and the work continues."""
 
     def __init__(self, stream: TextIO, name: str, *, spare: bool = False) -> None:
         self._stream, self._name, self._spare, self._failed = stream, name, spare, False
@@ -94,7 +94,7 @@ class Stream:
 
 
 def _drain(stream: TextIO) -> None:
-    """Drop what a stream that failed still holds, so that the end of the process does not fail at it."""
+    """Drop the unwritten data of a failed stream, so that the end of the process does not fail at it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -102,8 +102,8 @@ def _drain(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Make the streams fit for work: no closed number is left for another file, and every text can be printed."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a library's complaint lands in whatever got the 2
+    """Prepare the standard streams: no standard descriptor is left closed, and every text can be printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else a library's error message goes to whatever got the 2
         continue
     os.close(number)
     out, err = sys.stdout, sys.stderr
@@ -113,7 +113,7 @@ def standard_streams() -> Iterator[None]:
             if isinstance(out, io.TextIOWrapper):
                 out.reconfigure(errors="backslashreplace")
             sys.stdout = Stream(out, STANDARD_OUTPUT)
-        # None would stand for standard output wherever something is printed.
+        # None would mean standard output wherever something is printed.
         words = stack.enter_context(open(os.devnull, "w", encoding="utf-8")) if err is None else err
         sys.stderr = Stream(words, "standard error", spare=True)
         try:

@@ -1,12 +1,12 @@
-"""What a law may see, what it may decide, and how laws are put together.
+"""What a law may read, what it may set, and how laws are combined.
 
-A law is one small pure function of one sequence. It sees plain arrays and never a neighbour, so the
-same seed gives the same text whoever shares the batch:
+A law is one small pure function of one sequence. It reads plain arrays and never another sequence, so a
+sequence produces the same tokens for the same seed whatever it is batched with:
 
     def my_law(signals: Signals, state: ControlState) -> ControlState:
         return replace(state, temperature=0.5 + 0.1 * signals.entropy)
 
-A law with numbers is a value, so that every sequence of a batch may bring its own in one program:
+A law with numbers is a value, so that each sequence of a batch can have its own numbers in one program:
 
     @value
     class Warm(Law):
@@ -26,29 +26,29 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from et_jax.control.budget import PromptNotes
+from et_jax.control.budget import PromptRecord
 from et_jax.io import html
 from et_jax.types import pytree, replace, static, value
 
 
 @pytree
 class Signals:
-    """What a step observed of a sequence, and what a law may know of it. Laws only read it.
+    """What a step measured of one sequence. Laws only read it.
 
     Entropies are in nats, varentropies in nats^2. `entropy`, `varentropy`, `margin` and `surprisal` are
     raw: of the model's own distribution, before penalties and temperature; the first two at the
-    calibrated temperature where the model has one. `margin` is how far the likeliest logit stands above
-    the next, in nats. `tempered_*` is after temperature, before truncation; `truncated_entropy` after
+    calibrated temperature where the model has one. `margin` is the difference of the two greatest logits,
+    in nats. `tempered_*` is after temperature, before truncation; `truncated_entropy` after
     both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
-    `kept_mass` is the share of attention mass on the blocks read, the least over layers and query heads:
-    certain under a certified selector, else an estimate that may be too high. `attention_entropy` is that of
+    `kept_mass` is the share of attention mass on the blocks read, the minimum over layers and query heads:
+    a lower bound under a certified selector, else an estimate that may be too high. `attention_entropy` is that of
     a query head over its blocks, from 0 to 1 (see `view.attention_entropy`): the mean over layers and heads,
-    and the least; NaN where no layer chose blocks by this token. `blocks_read` counts
-    blocks over layers and KV heads, `summaries_read` those looked at to choose. `cost` is in bytes, and
-    nominal: this sequence's own cache reads and experts, and the share of the other weights that it would have were
-    every row of the step served; what a text is charged (`TokenTrace.cost`) depends on the company. `length` counts
+    and the minimum; NaN if no layer selected blocks for this token. `blocks_read` counts
+    blocks over layers and KV heads, `summaries_read` those scored for the selection. `cost` is in bytes, and
+    nominal: the cache reads and experts of this sequence, and its share of the other weights if every row of
+    the step is in use; the cost charged to a request (`TokenTrace.cost`) depends on the batch. `length` counts
     tokens in the cache, `generated` those produced, `remaining` those still allowed; `arrival` orders
-    requests; `urgency` is the caller's.
+    requests; `urgency` is set by the caller.
     """
 
     entropy: Float[Array, "*b"]
@@ -70,11 +70,11 @@ class Signals:
     generated: Int[Array, "*b"]
     remaining: Int[Array, "*b"]
     arrival: Int[Array, "*b"]
-    pages_held: Int[Array, "*b"]
+    allocated_pages: Int[Array, "*b"]
     urgency: Float[Array, "*b"]
 
     def _repr_html_(self) -> str | None:
-        """Return a table of the fields, a column for each of the first sequences; None amid tracing, for repr."""
+        """Return a table with a row per field and a column for each of the first sequences; None while tracing."""
         if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self)):
             return None
         columns = {name: np.ravel(getattr(self, name)).tolist() for name in _UNITS}
@@ -106,26 +106,26 @@ _UNITS = {
     "generated": "tokens",
     "remaining": "tokens",
     "arrival": "order",
-    "pages_held": "pages",
-    "urgency": "the caller's",
+    "allocated_pages": "pages",
+    "urgency": "set by the caller",
 }
 """Units of the fields of `Signals`, in their order."""
-_MOST_SEQUENCES = 8  # that are shown of a batch
+_MOST_SEQUENCES = 8  # shown of a batch
 
 
 @pytree
 class ControlState:
-    """What the laws have decided for a sequence.
+    """What the laws have set for a sequence.
 
     `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
     in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
     (see `unpack_blocks`). `block_mass` is the share of attention mass that each query head had on each block when that
-    was last read, 1 before; None unless a selector goes by it. `notes` is what laws keep for themselves from token to
-    token, each under one name. `prompt` is how the prompt is read, up to the first token; None without a budget.
+    was last read, 1 before; None unless a selector uses it. `records` maps names to the state that laws carry from
+    token to token. `prompt` is the state of a prefill budget, up to the first token; None without a budget.
 
     A temperature must be finite and at least 0, the entropic time finite, the other numbers not NaN: a law
-    that breaks this ends its sequence with an error that names the field.
+    that violates this ends its sequence with an error that names the field.
     """
 
     entropy: Float[Array, "*b"]
@@ -137,8 +137,8 @@ class ControlState:
     priority: Float[Array, "*b"]
     wait: Int[Array, "*b"]
     block_mask: UInt32[Array, "*b l k n32"]
-    notes: dict[str, Any]
-    prompt: PromptNotes | None = None
+    records: dict[str, Any]
+    prompt: PromptRecord | None = None
     block_mass: Float[Array, "*b l h n"] | None = None
 
 
@@ -157,18 +157,18 @@ def pack_blocks(mask: Bool[Array, "*b n"]) -> UInt32[Array, "*b n32"]:
 
 
 def num_words(num_blocks: int) -> int:
-    """Return the 32-bit words that hold one bit per block."""
+    """Return how many 32-bit words are needed for one bit per block."""
     return -(-num_blocks // 32)
 
 
 class Law:
-    """A rule run after every token: calling it sets the next step, `init` the starting values of a sequence.
+    """A rule run after every token: a call sets the next step, `init` the starting values of a sequence.
 
-    Both change only the fields they are named for. Derive from it, as a `value`, for a law with numbers; a
-    plain function `(Signals, ControlState) -> ControlState` is a law with none and nothing to start.
+    Both change only the fields they are named for. A law with numbers derives from this class, as a `value`; a
+    plain function `(Signals, ControlState) -> ControlState` is a law without numbers or starting values.
 
-    `sets` names the fields that a call may change, notes aside. A law that does not say is asked by tracing it, and one
-    that changes the call of another has to say anew.
+    `sets` names the fields that a call may change, records aside. If it is None, the fields are found by tracing. A
+    subclass that overrides `__call__` must declare `sets` again.
     """
 
     sets: ClassVar[Any] = None
@@ -190,35 +190,35 @@ class Law:
 AnyLaw = Law | Callable[[Signals, ControlState], ControlState]
 
 MomentsAt = Callable[[Float[Array, ""] | float], tuple[Float[Array, ""], Float[Array, ""]]]
-"""Entropy (nats) and varentropy (nats^2) of this very step's distribution at a given temperature."""
+"""Entropy (nats) and varentropy (nats^2) of the current step's distribution at a given temperature."""
 
 TemperatureRule = Callable[[MomentsAt, Signals, ControlState], Float[Array, ""]]
-"""The temperature for this very token, decided before it is sampled; may probe other temperatures."""
+"""The temperature of the current token, set before it is sampled; may probe other temperatures."""
 
 PriorityRule = Callable[[Signals, ControlState], Float[Array, ""]]
-"""How soon a sequence should be served, higher first; `priority.Aged` keeps a rule from starving any."""
+"""The scheduling priority of a sequence, higher first; `priority.Aged` prevents starvation."""
 
 
 @value
 class Function(Law):
-    """A plain function as a value: it has no numbers, and equals itself alone."""
+    """A plain function as a value: it has no numbers, and equals only itself."""
 
     function: Callable = static()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return what the function does."""
+        """Return the function's result."""
         return self.function(*arguments)
 
 
 def as_value(given: Any) -> Any:
-    """Return a value as it is, and a plain function as a value. Raises ValueError for anything else."""
+    """Return a value unchanged, and a plain function wrapped as a value. Raises ValueError for anything else."""
     if not callable(given):
-        raise ValueError(f"got {described(given)} where a function or a value that is called was wanted")
+        raise ValueError(f"got {described(given)}, wanted a function or a callable value")
     return Function(given) if jax.tree_util.all_leaves([given]) else given
 
 
 def name_of(given: Any) -> str:
-    """Return what to call a law, a rule or a selector in a sentence."""
+    """Return the name of a law, a rule or a selector for messages."""
     if isinstance(given, Function):
         given = given.function
     return getattr(given, "__qualname__", type(given).__name__)
@@ -226,18 +226,18 @@ def name_of(given: Any) -> str:
 
 @value
 class Chain(Law):
-    """Laws run in order, each seeing what those before it decided."""
+    """Laws run in order; each reads what the earlier ones set."""
 
     laws: tuple[Law, ...]
 
     @property
     def sets(self) -> frozenset[str] | None:
-        """What any of the laws sets; None where one of them does not say."""
+        """The union of what the laws set; None if one of them does not declare it."""
         each = [law.sets for law in self.laws]
         return None if None in each else frozenset().union(*each)
 
     def init(self, state: ControlState) -> ControlState:
-        """Return the state as every law starts it."""
+        """Return the state after the `init` of every law."""
         for law in self.laws:
             state = started(law, state)
         return state
@@ -250,46 +250,46 @@ class Chain(Law):
 
 
 def chain(*laws: AnyLaw) -> Chain:
-    """Return the law that runs `laws` in order, each seeing what those before it decided; chains among them open up."""
+    """Return the law that runs `laws` in order; each reads what the earlier ones set. Nested chains are flattened."""
     members = (law.laws if isinstance(law, Chain) else (as_value(law),) for law in laws)
     return Chain(tuple(law for each in members for law in each))
 
 
 def started(law: Law, state: ControlState) -> ControlState:
-    """Return the state as `law` starts it. Raises ValueError, naming the law, where it is not of the right form."""
+    """Return the state after the law's `init`. Raises ValueError, naming the law, if shapes or dtypes change."""
     return _checked(law, state, law.init(state))
 
 
 def updated(law: Law, signals: Signals, state: ControlState) -> ControlState:
-    """Return the state after `law`. Raises ValueError, naming the law, where it is not of the right form."""
+    """Return the state after a call of `law`. Raises ValueError, naming the law, if shapes or dtypes change."""
     after = _checked(law, state, law(signals, state))
-    if described(after.notes) != described(state.notes):
+    if described(after.records) != described(state.records):
         raise ValueError(
-            f"The law {name_of(law)} leaves notes of {described(after.notes)} where {described(state.notes)} stood; "
-            "what a law keeps has one form, that of its init."
+            f"The law {name_of(law)} leaves records of {described(after.records)}, wanted {described(state.records)}; "
+            "the records of a law must have the form that its init returns."
         )
     return after
 
 
 def _checked(law: Law, before: ControlState, after: Any) -> ControlState:
-    """The state with Python numbers as arrays, and every field of the shape and dtype it had."""
+    """Return the state with Python numbers as arrays; every changed field must have its old shape and dtype."""
     if not isinstance(after, ControlState):
         raise ValueError(
-            f"The law {name_of(law)} returns {type(after).__name__}; it must return the ControlState it is given, "
+            f"The law {name_of(law)} returns {type(after).__name__}; it must return the ControlState it received, "
             "with fields changed by replace."
         )
     changed = {}
     for field in dataclasses.fields(before):
         old, new = getattr(before, field.name), getattr(after, field.name)
-        if field.name != "notes" and new is not old:
+        if field.name != "records" and new is not old:
             changed[field.name] = one_like(old, new, f"The law {name_of(law)} sets {field.name} to")
     return replace(after, **changed) if changed else after
 
 
 def one_like(wanted: Array, given: Any, said: str) -> Array:
-    """Return `given`, a Python number where numbers of its kind are `wanted` as an array of them.
+    """Return `given`; a Python number becomes an array if `wanted` has numbers of its kind.
 
-    Raises ValueError where shape or dtype are not those of `wanted`.
+    Raises ValueError if shape or dtype differ from those of `wanted`.
     """
     kind = jnp.floating if isinstance(given, float) else jnp.number
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
@@ -301,7 +301,7 @@ def one_like(wanted: Array, given: Any, said: str) -> Array:
 
 
 def described(tree: Any) -> str:
-    """Return dtypes and shapes, for a sentence."""
+    """Return dtypes and shapes as text for messages."""
     if tree is None:
         return "None"
     if isinstance(tree, dict | list | tuple) or not jax.tree_util.all_leaves([tree]):
@@ -312,19 +312,19 @@ def described(tree: Any) -> str:
     return type(tree).__name__
 
 
-def claim(law: Law, state: ControlState, name: str, note: Any) -> ControlState:
-    """Return the state with a note of its own for `law`, as `init` starts it.
+def claim(law: Law, state: ControlState, name: str, record: Any) -> ControlState:
+    """Return the state with a new record for `law`, called by its `init`.
 
-    Raises ValueError where another law keeps one of that name: the two would overwrite each other.
+    Raises ValueError if another law has already claimed that name, because they would overwrite each other.
     """
-    if name in state.notes:
+    if name in state.records:
         raise ValueError(
-            f"The law {name_of(law)} keeps the note {name!r}, which another law of the chain keeps already; "
-            "leave one of them out."
+            f"The law {name_of(law)} claims the record {name!r}, which another law of the chain already claims; "
+            "remove one of them."
         )
-    return replace(state, notes=state.notes | {name: note})
+    return replace(state, records=state.records | {name: record})
 
 
-def noted(state: ControlState, name: str, note: Any) -> ControlState:
-    """Return the state with the note `name` changed."""
-    return replace(state, notes=state.notes | {name: note})
+def with_record(state: ControlState, name: str, record: Any) -> ControlState:
+    """Return the state with the record `name` replaced."""
+    return replace(state, records=state.records | {name: record})

@@ -1,4 +1,4 @@
-"""Where to cut a list of blocks by score, without sorting it."""
+"""The threshold that cuts a list of blocks by score, found without sorting."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,18 +14,18 @@ Allowed = Callable[[Bool[Array, "g n"]], Bool[Array, " g"]]
 def above_threshold(score: Float[Array, "g n"], allowed: Allowed) -> Bool[Array, "g n"]:
     """Return the blocks to open in each row: those whose score reaches the greatest cut that `allowed` permits.
 
-    Once `allowed(opened)` fails it must fail with fewer open; where it fails with all open, all are. Ties
-    open together, and the best block always. The cut is found among the 32-bit patterns of the scores,
-    so it is exact: by halves, where the best blocks are enough at once; on a GPU, where the host waits for every turn
-    of such a loop, by 256ths. Scores are not NaN.
+    If `allowed(opened)` is false it must be false with fewer open; if it is false with all open, all are. Ties
+    open together, and the best block always. The cut is searched among the 32-bit patterns of the scores,
+    so it is exact: by bisection, which ends at once if the best blocks suffice; on a GPU, where every turn
+    of such a loop synchronises with the host, by radix search. Scores are not NaN.
     """
     keys = ordered(score.astype(jnp.float32))
-    parts, halves = (partial(find, allowed) for find in (by_parts, by_halves))
-    return keys >= jax.lax.platform_dependent(keys, cuda=parts, rocm=parts, default=halves)[:, None]
+    radix, bisected = (partial(find, allowed) for find in (radix_search, bisection))
+    return keys >= jax.lax.platform_dependent(keys, cuda=radix, rocm=radix, default=bisected)[:, None]
 
 
-def by_halves(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
-    """Return the greatest cut that is allowed, or the least key: its interval is halved until it has one."""
+def bisection(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
+    """Return the greatest allowed cut, or the least key, by halving its interval."""
     least, most = jnp.min(keys, axis=-1), jnp.max(keys, axis=-1)
 
     def narrowed(bounds: tuple[UInt32[Array, " g"], ...]) -> tuple[UInt32[Array, " g"], ...]:
@@ -38,8 +38,8 @@ def by_halves(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g
     return low
 
 
-def by_parts(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
-    """Return the same cut, byte by byte: of 256 cuts at once the greatest that is allowed, then of 256 above it."""
+def radix_search(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"]:
+    """Return the same cut by radix search: per byte, the greatest allowed of 256 cuts tested at once."""
     low = jnp.min(keys, axis=-1)
     room = jnp.max(keys, axis=-1) - low  # a cut at low is allowed or opens all; none above low + room opens any
     for shift in (24, 16, 8, 0):
@@ -51,6 +51,6 @@ def by_parts(allowed: Allowed, keys: UInt32[Array, "g n"]) -> UInt32[Array, " g"
 
 
 def ordered(x: Float[Array, "g n"]) -> UInt32[Array, "g n"]:
-    """Return float32 as integers in the same order, both zeros one."""
+    """Return float32 as integers in the same order; both zeros are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(0x80000000))

@@ -1,6 +1,6 @@
-"""How much attention a block can hold, from what is stored of it, without reading its keys.
+"""Bounds on the attention mass of a block from its stored summaries, without reading its keys.
 
-A block of n tokens with scores s_j = query . key_j, or those after a soft cap, holds the mass Z = sum e^{s_j}. Every
+A block of n tokens with scores s_j = query . key_j, or those after a soft cap, has the mass Z = sum e^{s_j}. Every
 function here brackets the scores, or log Z in nats, for each query head and block. They are float32 bounds on the
 float32 scores of the stored keys: give `certified` a slack for rounding.
 """
@@ -23,7 +23,7 @@ class Interval:
 
 
 def scores(query: Float[Array, "g d"], key: Float[Array, "n d"]) -> Float[Array, "g n"]:
-    """Return query . key in full float32: chips that multiply in fewer bits would break every bound."""
+    """Return query . key in full float32: a multiplication in fewer bits would break every bound."""
     return jnp.einsum(
         "gd,nd->gn", query.astype(jnp.float32), key.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
@@ -41,53 +41,53 @@ def box(query: Float[Array, "g d"], key_min: Float[Array, "n d"], key_max: Float
 def capped_scores(score: Interval, mean: Float[Array, "*b g n"], soft_cap: float) -> tuple[Interval, Interval]:
     """Return the range of scores after a soft cap, and that of their mean, from the range and mean before it.
 
-    A block that holds nothing, whose ends are -inf, keeps them. cap(s) = c tanh(s / c) rises, so the ends are capped.
+    An empty block has ends of -inf and keeps them. cap(s) = c tanh(s / c) is increasing, so the ends are capped.
     It rises by no more than s does, so with scores from l to u
 
         cap(u) - (u - mean) <= mean of cap(s_j) <= cap(l) + (mean - l)
 
     The cap of the mean bounds the mean on neither side: the cap is convex below 0 and concave above.
     """
-    held = jnp.isfinite(score.high)
-    low, high = (jnp.where(held, end, 0.0) for end in (score.low, score.high))
+    valid = jnp.isfinite(score.high)
+    low, high = (jnp.where(valid, end, 0.0) for end in (score.low, score.high))
     mean = jnp.clip(mean, low, high)
     least, most = capped(low, soft_cap), capped(high, soft_cap)
     below, above = jnp.maximum(least, most - (high - mean)), jnp.minimum(most, least + (mean - low))
-    least, most, below, above = (jnp.where(held, end, -jnp.inf) for end in (least, most, below, above))
+    least, most, below, above = (jnp.where(valid, end, -jnp.inf) for end in (least, most, below, above))
     return Interval(low=least, high=most), Interval(low=below, high=above)
 
 
 def chord_mass(score: Interval, mean: Float[Array, "g n"], num_tokens: Int[Array, " n"]) -> Interval:
     """Return bounds on log Z, in nats, from the range of the scores and their mean; -inf for an empty block.
 
-    Above by the chord, Z <= n [(u - mean) e^l + (mean - l) e^u] / (u - l), never above n e^u; below by
-    Jensen, Z >= n e^mean. A single token has l = mean = u, and the bounds meet.
+    The upper one is the chord, Z <= n [(u - mean) e^l + (mean - l) e^u] / (u - l), never above n e^u; the lower one
+    Jensen's, Z >= n e^mean. For a single token l = mean = u, and the bounds are equal.
     """
     mean = jnp.clip(mean, score.low, score.high)
     width = score.high - score.low
     share = jnp.where(width > 0, (mean - score.low) / jnp.where(width > 0, width, 1.0), 1.0)
     chord = score.high + jnp.log(share + (1.0 - share) * jnp.exp(-width))
-    return _held(num_tokens, Interval(low=mean, high=chord))
+    return _where_valid(num_tokens, Interval(low=mean, high=chord))
 
 
 def box_mass(score: Interval, num_tokens: Int[Array, " n"]) -> Interval:
     """Return n e^l <= Z <= n e^u as bounds on log Z, in nats; -inf for an empty block."""
-    return _held(num_tokens, score)
+    return _where_valid(num_tokens, score)
 
 
-def _held(num_tokens: Int[Array, " n"], per_token: Interval) -> Interval:
-    held = num_tokens > 0
+def _where_valid(num_tokens: Int[Array, " n"], per_token: Interval) -> Interval:
+    valid = num_tokens > 0
     log_count = jnp.log(jnp.maximum(num_tokens, 1).astype(jnp.float32))
     return Interval(
-        low=jnp.where(held, log_count + per_token.low, -jnp.inf),
-        high=jnp.where(held, log_count + per_token.high, -jnp.inf),
+        low=jnp.where(valid, log_count + per_token.low, -jnp.inf),
+        high=jnp.where(valid, log_count + per_token.high, -jnp.inf),
     )
 
 
 def code_scale(
     key_min: Float[Array, "*n d"], key_max: Float[Array, "*n d"]
 ) -> tuple[Float[Array, "*n d"], Float[Array, "*n d"]]:
-    """Return the scale (max - min) / 255 and the offset min + 128 scale that put 8-bit codes across a block's box."""
+    """Return the scale (max - min) / 255 and the offset min + 128 scale of 8-bit codes for a block's box."""
     low, high = key_min.astype(jnp.float32), key_max.astype(jnp.float32)
     scale = (high - low) / 255.0
     return scale, low + 128.0 * scale
@@ -102,8 +102,8 @@ def coded_mass(
 ) -> Interval:
     """Return bounds on log Z, in nats, from keys stored as offset + scale * code, each rounded to the nearest.
 
-    A key is within scale / 2 of its code in every channel, a score within e = sum_c |q_c| scale_c / 2,
-    so log Z is within e of the codes' own. With scale = (max - min) / 255 the error is 1/510 of the box
+    A key differs from its code by at most scale / 2 in every channel, a score by at most e = sum_c |q_c| scale_c / 2,
+    so log Z is within e of that of the codes. With scale = (max - min) / 255 the error is 1/510 of the box
     width (see `code_scale`). Only the first `num_tokens` codes of a block count.
     """
     q = query.astype(jnp.float32)
@@ -112,8 +112,8 @@ def coded_mass(
     score = jnp.einsum("gnd,nsd->gns", scaled, codes.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     counts = jnp.arange(codes.shape[1]) < num_tokens[:, None]
     estimate = scores(q, offset) + jax.nn.logsumexp(score, axis=-1, where=counts)
-    held = num_tokens > 0
-    return Interval(low=jnp.where(held, estimate - error, -jnp.inf), high=jnp.where(held, estimate + error, -jnp.inf))
+    valid = num_tokens > 0
+    return Interval(low=jnp.where(valid, estimate - error, -jnp.inf), high=jnp.where(valid, estimate + error, -jnp.inf))
 
 
 def residual_error(
@@ -126,13 +126,13 @@ def residual_error(
 ) -> Float[Array, " g"]:
     """Return a bound on |o - o~|, o~ the output in which each unread block counts as its mean value.
 
-    With Z^_b = e^estimate standing in for an unread block's mass, Z_b within [L_b, U_b] of `mass`,
+    With the estimate Z^_b = e^estimate of an unread block's mass, Z_b within [L_b, U_b] of `mass`,
     `apart` = |mean value_b - o~|, and the values of a block within `value_radius` of their mean:
 
         |o - o~| <= sum_D [U_b radius_b + max(U_b - Z^_b, Z^_b - L_b) apart_b] / (Z_S + sum_D L_b)
 
     from Z (o - o~) = sum_D (N_b - Z_b mean_b) + sum_D (Z_b - Z^_b)(mean_b - o~). In units of the values. `log_opened`
-    is log Z_S, a sink's share in it, as it is in Z.
+    is log Z_S, and includes a sink, as Z does.
     """
     unread = jnp.where(opened, -jnp.inf, 0.0)
     top = jnp.maximum(log_opened, jnp.max(mass.high + unread, axis=-1))
@@ -146,10 +146,10 @@ def residual_error(
 def certain_share(
     upper: Float[Array, "g n"], opened: Bool[Array, " n"], log_opened: Float[Array, " g"]
 ) -> Float[Array, " g"]:
-    """Return the share of attention mass certainly read: Z_S / (Z_S + U_D) for each query head.
+    """Return the certified share of attention mass that was read: Z_S / (Z_S + U_D) for each query head.
 
     `upper` bounds every block's log Z, and `log_opened` is log Z_S, the log-sum-exp that attention
-    returned for the opened blocks, in nats. 1 where nothing was left unread.
+    returned for the opened blocks, in nats. 1 if every block was read.
     """
     left = log_sum_exp(jnp.where(opened, -jnp.inf, upper))
     return jnp.where(jnp.isneginf(left), 1.0, jax.nn.sigmoid(log_opened - left))

@@ -1,8 +1,8 @@
-"""Which blocks of the cache a segment of a prompt reads: EntropyInfer's budgets, and what they are compared with.
+"""Prefill budgets, which select the cache blocks that a prompt segment reads: EntropyInfer's, and baselines.
 
-The blocks that hold the segment itself are always read. A budget sees what page summaries tell of the blocks before
-it, all KV heads of a layer at once, and keeps what it needs from segment to segment. Its numbers are part of the
-program: a prompt is read before there is a state that could hold numbers of its own.
+The segment's own blocks are always read. A budget reads the page summaries of the earlier blocks,
+for all KV heads of a layer at once, and carries state from segment to segment. Its numbers are part of the
+compiled program, because a prompt is read before the per-sequence state of its laws exists.
 
 Sources: EntropyInfer (arXiv 2606.09508), CritiPrefill (arXiv 2409.12490), FlexPrefill (Lai et al. 2025).
 """
@@ -23,11 +23,11 @@ from et_jax.types import pytree, static, value
 
 @value
 class Budget:
-    """Chooses the blocks of a segment. Derive from it, as a `value` whose fields are all `static`, for another.
+    """Selects the blocks of a segment. Derive from it, as a `value` whose fields are all `static`.
 
-    A segment has `segment` tokens, the last one of a prompt as many as are left. The first `dense_layers` layers, the
-    last segment, and segments that begin before `dense_until` tokens read everything, as do layers with a sliding
-    window. Defaults of all budgets are those of EntropyInfer's code.
+    A segment has `segment` tokens, the last one of a prompt the remainder. The first `dense_layers` layers, the
+    last segment, segments that begin before `dense_until` tokens, and layers with a sliding window use full
+    attention. The defaults are those of EntropyInfer's code.
     """
 
     _: dataclasses.KW_ONLY
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def needs_interval(self) -> bool:
-        """Whether it reads `Segment.interval`."""
+        """Whether it uses `Segment.interval`."""
         return False
 
     @property
@@ -55,21 +55,21 @@ class Budget:
 
     @property
     def fewest_tokens(self) -> int:
-        """Tokens of the smallest budget it gives out, which must hold a block; 0 where it counts none."""
+        """Tokens of its smallest budget, which must be at least a block; 0 if it has no budget in tokens."""
         return 0
 
     def started(self, num_kv_heads: int) -> Any:
-        """Return what it keeps of a layer before the first segment: a tree of arrays that lead with the KV heads."""
+        """Return its state for one layer before the first segment: a tree of arrays that lead with the KV heads."""
         return {}
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
-        """Return the blocks to read, and what is kept for the next segment. What is not visible is never read."""
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read, and the state for the next segment. Invisible blocks are never read."""
         raise NotImplementedError
 
 
 @value
 class ConstantBudget(Budget):
-    """The blocks of greatest score, as many as hold `tokens` tokens: CritiPrefill."""
+    """The blocks of greatest score that have `tokens` tokens together: CritiPrefill."""
 
     tokens: int = static(default=2048)
 
@@ -79,18 +79,18 @@ class ConstantBudget(Budget):
 
     @property
     def fewest_tokens(self) -> int:
-        """All of them."""
+        """The constant budget."""
         return self.tokens
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         count = jnp.full(segment.score.shape[0], self.tokens // segment.block_size, jnp.int32)
-        return greatest(segment.score, count, segment.visible), kept
+        return greatest(segment.score, count, segment.visible), state
 
 
 @pytree
-class EntropyNotes:
-    """What `EntropyBudget` keeps of each KV head: the last entropy and budget, and whether all entropies were ~0."""
+class HeadBudgets:
+    """The state of `EntropyBudget` per KV head: the last entropy and budget, and whether all entropies were ~0."""
 
     entropy: Float[Array, "*b k"]
     tokens: Float[Array, "*b k"]
@@ -108,12 +108,12 @@ class EntropyBudget(Budget):
         B_s = clip(B_(s-1) + gain B_0 (r_s - threshold), floor B_0, cap B_0)
 
     and the floor(B_s / block size) blocks of greatest score are read. A head is rigid, and gets B_0, until an entropy
-    reaches `rigid_below`; the paper's code looks at all segments first, which a prompt that is read chunk by chunk does
+    reaches `rigid_below`; the paper's code inspects all segments first, which chunked prefill does
     not allow. H is that of the scaled scores, over the log of the number of visible blocks.
 
-    As printed the floor is 1: entropy only ever adds blocks to B_0. With `printed` H is what the paper's code
-    takes: of unscaled scores, with shares rounded to bfloat16, in nats. With `shared` every head of a layer gets the
-    largest budget among them, as that code does.
+    As printed the floor is 1: entropy only ever adds blocks to B_0. With `printed` H is that of the paper's code:
+    of unscaled scores, with shares rounded to bfloat16, in nats. With `shared` every head of a layer gets the
+    largest budget among them, as in that code.
     """
 
     tokens: int = static(default=2048)
@@ -135,51 +135,51 @@ class EntropyBudget(Budget):
 
     @property
     def fewest_tokens(self) -> int:
-        """Those of the floor."""
+        """The floor."""
         return int(self.floor * self.tokens)
 
     @property
     def compares_heads(self) -> bool:
-        """They do where they share the largest budget."""
+        """True if they share the largest budget."""
         return self.shared
 
-    def started(self, num_kv_heads: int) -> EntropyNotes:
-        """Return the notes of heads of which nothing has been seen."""
-        return EntropyNotes(
+    def started(self, num_kv_heads: int) -> HeadBudgets:
+        """Return the state of heads before the first segment."""
+        return HeadBudgets(
             entropy=jnp.zeros(num_kv_heads, jnp.float32),
             tokens=jnp.full(num_kv_heads, self.tokens, jnp.float32),
             rigid=jnp.ones(num_kv_heads, bool),
             begun=jnp.zeros(num_kv_heads, bool),
         )
 
-    def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
-        """Return the blocks to read, and the budgets."""
-        tokens, after = self.given(segment, kept)
+    def choose(self, segment: Segment, state: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
+        """Return the blocks to read, and the new state."""
+        tokens, after = self.given(segment, state)
         count = jnp.floor(tokens / segment.block_size).astype(jnp.int32)
         return greatest(segment.score, count, segment.visible), after
 
-    def given(self, segment: Segment, kept: EntropyNotes) -> tuple[Float[Array, " k"], EntropyNotes]:
-        """Return how many tokens each head may read, and the budgets."""
+    def given(self, segment: Segment, state: HeadBudgets) -> tuple[Float[Array, " k"], HeadBudgets]:
+        """Return how many tokens each head may read, and the new state."""
         after = jax.tree.map(
             lambda new, old: jnp.where(jnp.any(segment.visible), new, old),
-            self.updated(block_entropy(segment, printed=self.printed), kept),
-            kept,
+            self.updated(block_entropy(segment, printed=self.printed), state),
+            state,
         )
         tokens = jnp.where(after.rigid, self.tokens, after.tokens)
         if self.shared:
             tokens = jnp.full_like(tokens, jnp.max(tokens))
         return tokens, after
 
-    def updated(self, entropy: Float[Array, " k"], kept: EntropyNotes) -> EntropyNotes:
-        """Return the budgets after one more segment of this entropy."""
-        growth = jnp.clip((entropy - kept.entropy) / (kept.entropy + 1e-9), 0.0, 1.0 + self.threshold)
-        growth = jnp.where(kept.begun, growth, self.threshold)
-        tokens = kept.tokens + self.gain * self.tokens * (growth - self.threshold)
-        return EntropyNotes(
+    def updated(self, entropy: Float[Array, " k"], state: HeadBudgets) -> HeadBudgets:
+        """Return the state after one more segment of this entropy."""
+        growth = jnp.clip((entropy - state.entropy) / (state.entropy + 1e-9), 0.0, 1.0 + self.threshold)
+        growth = jnp.where(state.begun, growth, self.threshold)
+        tokens = state.tokens + self.gain * self.tokens * (growth - self.threshold)
+        return HeadBudgets(
             entropy=entropy,
             tokens=jnp.clip(tokens, self.floor * self.tokens, self.cap * self.tokens),
-            rigid=kept.rigid & (entropy < self.rigid_below),
-            begun=jnp.ones_like(kept.begun),
+            rigid=state.rigid & (entropy < self.rigid_below),
+            begun=jnp.ones_like(state.begun),
         )
 
 
@@ -187,24 +187,24 @@ class EntropyBudget(Budget):
 class LevelBudget(ConstantBudget):
     """Blocks in proportion to a head's entropy: `tokens` times H, those of greatest score.
 
-    H is that of `EntropyBudget`, from 0 where one block takes all to 1 where all are alike. Where the paper goes by how
-    a head's entropy changes from segment to segment, this goes by how high it is.
+    H is that of `EntropyBudget`, from 0 if one block has all the mass to 1 if all are equal. The paper's budget depends
+    on the change of a head's entropy from segment to segment, this one on its level.
     """
 
     @property
     def fewest_tokens(self) -> int:
-        """None where attention is sharp."""
+        """0, for concentrated attention."""
         return 0
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         count = jnp.floor(self.tokens * block_entropy(segment) / segment.block_size).astype(jnp.int32)
-        return greatest(segment.score, count, segment.visible), kept
+        return greatest(segment.score, count, segment.visible), state
 
 
 @value
 class MassBudget(Budget):
-    """The fewest blocks without which a share of at most `left` of the estimated mass is unread: FlexPrefill."""
+    """The fewest blocks that leave at most a share `left` of the estimated mass unread: FlexPrefill."""
 
     left: float = static(default=0.05)
 
@@ -212,26 +212,26 @@ class MassBudget(Budget):
         super().__post_init__()
         self._check("left", 0 <= self.left < 1, "from 0 to below 1")
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         share = jnp.exp(log_share(segment.score, segment.visible))
 
         def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:
             return total(jnp.where(opened, 0.0, share)) <= self.left
 
-        return above_threshold(jnp.where(segment.visible, share, -1.0), fine) & segment.visible, kept
+        return above_threshold(jnp.where(segment.visible, share, -1.0), fine) & segment.visible, state
 
 
 @value
 class CertifiedBudget(Budget):
-    """As many blocks as it takes to prove that no query of the segment leaves more than `left` of its mass unread.
+    """The fewest blocks that provably leave at most `left` of the mass of every query of the segment unread.
 
     The mass of a block of n tokens lies between n e^low and n e^high, and a share of
 
         sum over unread of e^high / (sum over unread of e^high + sum over read of e^low)
 
-    bounds what a query leaves of all blocks before its segment. The interval holds for a whole group of queries and
-    a whole block of keys, so it is wide: where it spans more nats than attention is sharp, everything is read.
+    bounds what a query leaves unread of all blocks before its segment. The interval holds for an entire group of
+    queries and an entire block of keys, so it is wide: wide intervals lead to full attention.
     """
 
     left: float = static(default=0.05)
@@ -242,10 +242,10 @@ class CertifiedBudget(Budget):
 
     @property
     def needs_interval(self) -> bool:
-        """It rests on it."""
+        """Always."""
         return True
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         assert segment.interval is not None
         least = jnp.finfo(jnp.float32).min
@@ -257,36 +257,36 @@ class CertifiedBudget(Budget):
             unread = log_sum_exp(jnp.where(opened[:, None], least, high))
             return jnp.all(jax.nn.sigmoid(unread - read) <= self.left, axis=1)
 
-        return above_threshold(jnp.where(segment.visible, most, least), fine) & segment.visible, kept
+        return above_threshold(jnp.where(segment.visible, most, least), fine) & segment.visible, state
 
 
 @pytree
-class PromptNotes:
-    """How a prompt is read under a budget.
+class PromptRecord:
+    """The state of a prompt that is read under a budget.
 
-    `kept` is what the budget keeps of each layer and KV head. `blocks_read` of `blocks_held` blocks were read so far,
+    `state` is the budget's own, for each layer and KV head. `blocks_read` of `blocks_held` blocks were read so far,
     over segments, layers and KV heads. `mass` sums by layer the share of its attention that the last query of each
-    segment had on the blocks read, over query heads, 0 in layers that read everything; `num_probes` counts those heads
-    over layers. Both are None where no one asks.
+    segment had on the blocks read, over query heads, 0 in layers with full attention; `num_probes` counts those heads
+    over layers. Both are None unless requested.
     """
 
-    kept: Any
+    state: Any
     blocks_read: Float[Array, "*b"]
     blocks_held: Float[Array, "*b"]
     mass: Float[Array, "*b l"] | None
     num_probes: Float[Array, "*b"] | None
 
 
-def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -> PromptNotes:
-    """Return the notes of a prompt of which nothing is read."""
+def begun(budget: Budget, num_layers: int, num_kv_heads: int, *, probed: bool) -> PromptRecord:
+    """Return the record of a prompt before its first segment."""
     zero = jnp.zeros((), jnp.float32)
-    kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_layers, *x.shape)), budget.started(num_kv_heads))
+    state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_layers, *x.shape)), budget.started(num_kv_heads))
     mass, num_probes = (jnp.zeros(num_layers, jnp.float32), zero) if probed else (None, None)
-    return PromptNotes(kept=kept, blocks_read=zero, blocks_held=zero, mass=mass, num_probes=num_probes)
+    return PromptRecord(state=state, blocks_read=zero, blocks_held=zero, mass=mass, num_probes=num_probes)
 
 
 def greatest(score: Float[Array, "k n"], count: Int[Array, " k"], visible: Bool[Array, " n"]) -> Bool[Array, "k n"]:
-    """Return the `count` visible blocks of greatest score in each row, all where there are fewer; ties go together."""
+    """Return the `count` visible blocks of greatest score in each row, all if there are fewer; ties together."""
     least = jnp.finfo(jnp.float32).min
 
     def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:

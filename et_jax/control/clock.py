@@ -1,17 +1,17 @@
-"""Clocks: how much entropic time a token is worth. Each reads the raw entropy, never the tempered one."""
+"""Clocks: how much entropic time a token adds. Each reads the raw entropy, never the tempered one."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, Signals, claim, noted, started, updated
+from et_jax.control.base import ControlState, Law, Signals, claim, started, updated, with_record
 from et_jax.types import Number, derived, pytree, replace, static, value
 
-_NOTE = "clock"  # one clock drives a sequence
+_RECORD = "clock"  # one clock drives a sequence
 
 
 @pytree
-class EntropyNote:
-    """The raw entropy a clock measures the next one by, in nats."""
+class EntropyRecord:
+    """The last raw entropy, in nats, which the next one is compared with."""
 
     entropy: Float[Array, "*b"]
 
@@ -20,9 +20,9 @@ class EntropyNote:
 class FallClock(Law):
     """Entropic time as printed: the sum of the falls max(0, H_{t-1} - H_t) of the raw entropy, in nats.
 
-    The first token resolves nothing. Mostly counts jitter: the sum is half of total variation plus
-    H_0 - H_n. With `noise`, a bound on |estimate - H| in nats, a fall counts beyond 2 noise, so that an
-    entropy which only seems to move adds nothing. Source: Entropic-Time Inference, section 2.
+    The first token adds nothing. The sum is mostly jitter: half of the total variation plus
+    H_0 - H_n. With `noise`, a bound on |estimate - H| in nats, only the part of a fall above 2 noise counts, so
+    that estimation error adds nothing. Source: Entropic-Time Inference, section 2.
     """
 
     noise: Number = 0.0
@@ -34,42 +34,42 @@ class FallClock(Law):
         object.__setattr__(self, "deadband", 2.0 * self.noise)
 
     def init(self, state: ControlState) -> ControlState:
-        """Note an entropy from which nothing falls."""
-        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.zeros_like(state.entropic_time)))
+        """Record an entropy from which no fall is possible."""
+        return claim(self, state, _RECORD, EntropyRecord(entropy=jnp.zeros_like(state.entropic_time)))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Add the fall."""
-        fall = jnp.maximum(0.0, state.notes[_NOTE].entropy - signals.entropy - self.deadband)
+        fall = jnp.maximum(0.0, state.records[_RECORD].entropy - signals.entropy - self.deadband)
         state = replace(state, entropic_time=state.entropic_time + fall)
-        return noted(state, _NOTE, EntropyNote(entropy=signals.entropy))
+        return with_record(state, _RECORD, EntropyRecord(entropy=signals.entropy))
 
 
 @value
 class RecordClock(Law):
-    """H_0 - min_s H_s: how far below its first value the raw entropy has ever been, in nats.
+    """H_0 - min_s H_s: the fall of the raw entropy from its first value to its minimum so far, in nats.
 
-    Never more than log V, whatever the jitter: time passes only when a new low is reached.
+    At most log V, whatever the jitter: time advances only at a new minimum.
     """
 
     sets = frozenset({"entropic_time"})
 
     def init(self, state: ControlState) -> ControlState:
-        """Note that there is no low yet."""
-        return claim(self, state, _NOTE, EntropyNote(entropy=jnp.full_like(state.entropic_time, jnp.inf)))
+        """Record that there is no minimum yet."""
+        return claim(self, state, _RECORD, EntropyRecord(entropy=jnp.full_like(state.entropic_time, jnp.inf)))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Add the fall below the least so far."""
-        least = state.notes[_NOTE].entropy
+        """Add the fall below the minimum so far."""
+        least = state.records[_RECORD].entropy
         fall = jnp.where(jnp.isinf(least), 0.0, jnp.maximum(0.0, least - signals.entropy))
         state = replace(state, entropic_time=state.entropic_time + fall)
-        return noted(state, _NOTE, EntropyNote(entropy=jnp.minimum(least, signals.entropy)))
+        return with_record(state, _RECORD, EntropyRecord(entropy=jnp.minimum(least, signals.entropy)))
 
 
 @value
 class ChainRuleClock(Law):
     """The sum of H_t, the uncertainty each token resolves when it is sampled, in nats.
 
-    By the chain rule of entropy it is the uncertainty of the text itself, where the paper's differences
+    By the chain rule of entropy it is the uncertainty of the sequence itself; the paper's differences
     compare entropies of different variables. `realised` sums the surprisals -log p(x_t) of the sampled
     tokens instead of their expectation.
     """
@@ -79,22 +79,22 @@ class ChainRuleClock(Law):
     sets = frozenset({"entropic_time"})
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Add what the token resolves."""
+        """Add the entropy or the surprisal of the token."""
         resolved = signals.surprisal if self.realised else signals.entropy
         return replace(state, entropic_time=state.entropic_time + resolved)
 
 
 @pytree
-class BesideNote:
-    """The time of a second clock, in nats, and what it keeps for itself."""
+class BesideRecord:
+    """The time of a second clock, in nats, and its records."""
 
     entropic_time: Float[Array, "*b"]
-    notes: dict
+    records: dict
 
 
 @value
 class Beside(Law):
-    """The same clock, its time and notes kept in the note `name`: a second reading that drives nothing."""
+    """A second clock whose time and records are stored in the record `name`; no other law reads it."""
 
     clock: Law
     name: str = static()
@@ -103,12 +103,12 @@ class Beside(Law):
 
     def init(self, state: ControlState) -> ControlState:
         """Start the second clock at 0."""
-        own = replace(state, entropic_time=jnp.zeros_like(state.entropic_time), notes={})
+        own = replace(state, entropic_time=jnp.zeros_like(state.entropic_time), records={})
         own = started(self.clock, own)
-        return claim(self, state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))
+        return claim(self, state, self.name, BesideRecord(entropic_time=own.entropic_time, records=own.records))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Let the second clock run."""
-        note = state.notes[self.name]
-        own = updated(self.clock, signals, replace(state, entropic_time=note.entropic_time, notes=note.notes))
-        return noted(state, self.name, BesideNote(entropic_time=own.entropic_time, notes=own.notes))
+        """Update the second clock."""
+        record = state.records[self.name]
+        own = updated(self.clock, signals, replace(state, entropic_time=record.entropic_time, records=record.records))
+        return with_record(state, self.name, BesideRecord(entropic_time=own.entropic_time, records=own.records))

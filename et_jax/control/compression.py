@@ -1,9 +1,9 @@
-"""When a sequence's KV cache is compressed, and to what; `policies` rank what is kept.
+"""When a sequence's KV cache is compressed, and to what size; `policies` rank the entries.
 
-An entry is one cached token of one KV head of one layer. A compression keeps `budget` entries of each, in the mean, and
-forgets the rest for good. Those kept stand in a *region* of whole blocks, in the order of their positions and at its
-end; what is decoded later stands after it. Where heads keep different numbers of entries, the region is that of the
-largest: equal budgets save memory and reads, unequal ones reads alone beyond that.
+An entry is one cached token of one KV head of one layer. A compression keeps `budget` entries of each on average, and
+drops the rest for good. The kept entries fill a *region* of full blocks, in order of position and aligned to its
+end; later tokens follow the region. If heads keep different numbers of entries, the region is that of the
+largest: equal budgets save memory and reads, beyond that unequal ones save only reads.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ _NEVER = 2**30  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What is kept of a sequence in whole blocks: a region of so many, of which each layer keeps some.
+    """Sizes of a compressed cache in blocks: the region, and what each layer keeps of it.
 
-    `layers` are those that a KV head of each layer keeps in the mean; None for a layer with a sliding window, which
+    `layers` has the mean number of blocks that a KV head of each layer keeps; None for a sliding-window layer, which
     keeps the last entries that the region has room for.
     """
 
@@ -32,14 +32,14 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression:
-    """A compression of KV caches to `budget` entries for each layer and KV head, in the mean, as `policy` ranks them.
+    """A compression of KV caches to a mean of `budget` entries per layer and KV head, as `policy` ranks them.
 
-    A sequence is compressed once `gap` decoded tokens of it are in the cache, and again whenever `every` more are (0:
-    never again). One that still fits into its region is left alone, until `every` tokens beyond it are there. The last
-    `window` tokens are always kept, and their queries are what policies rank by; scores are averaged over `pooling`
+    A sequence is compressed once `gap` decoded tokens are in the cache, and again after every further `every` tokens
+    (0: never again). A cache that still fits into its region is not compressed until it exceeds it by `every` tokens.
+    The last `window` tokens are always kept, and policies rank by their queries; scores are averaged over `pooling`
     neighbours. Sources of the defaults: EntropyInfer's released settings; SnapKV (window, pooling).
 
-    Raises ValueError for numbers that cannot be.
+    Raises ValueError for invalid numbers.
     """
 
     budget: int
@@ -65,13 +65,13 @@ class Compression:
 
     @property
     def fresh_tokens(self) -> int:
-        """Tokens at the end of a prompt whose queries a policy reads, and which must be computed for that."""
+        """How many last prompt tokens a policy needs the queries of; they must not come from a cached prefix."""
         return max(self.window - self.gap, 0) if self.policy.reads_queries else 0
 
     def layout(self, page_size: int, windows: tuple[int | None, ...]) -> Layout:
-        """Return what is kept in blocks of `page_size` tokens of layers with these sliding windows.
+        """Return the layout in blocks of `page_size` tokens for layers with these sliding windows.
 
-        Raises ValueError where the budget is no whole number of blocks, or below a sliding window.
+        Raises ValueError if the budget is not a multiple of the block size, or is below a sliding window.
         """
         if self.budget % page_size:
             raise ValueError(f"budget: got {self.budget}, wanted a multiple of page_size = {page_size}")
@@ -86,10 +86,10 @@ class Compression:
         return Layout(region=region, layers=tuple(next(rest) if window is None else None for window in windows))
 
     def point(self, num_prompt: int, shift: int, region: int) -> int | None:
-        """Return at how many tokens of its text in the cache a sequence is compressed next; None is never.
+        """Return the number of cached tokens of the sequence at which it is compressed next; None for never.
 
-        Its prompt has `num_prompt` tokens, the region holds `region`, and compression left out `shift` so far. It
-        depends on nothing else, whatever the company.
+        Its prompt has `num_prompt` tokens, the region has room for `region`, and compressions have dropped `shift` so
+        far. It depends on nothing else, in particular not on the batch.
         """
         first = num_prompt + self.gap
         if shift == 0 and first > region:
@@ -99,23 +99,23 @@ class Compression:
     def until_point(
         self, num_prompt: Int[Array, "*b"], num_tokens: Int[Array, "*b"], shift: Int[Array, "*b"], region: int
     ) -> Int[Array, "*b"]:
-        """Return how many tokens more than `num_tokens` of its text a sequence may have in the cache by `point`.
+        """Return how many tokens beyond `num_tokens` of the sequence fit into the cache before `point`.
 
-        Below 0 where it is past that. More than any text has where it is never compressed again.
+        Below 0 past that point. More than any sequence has if it is never compressed again.
         """
         first = num_prompt + self.gap
         next_one = shift + region + self.every if self.every else jnp.full_like(shift, _NEVER)
         return jnp.where((shift == 0) & (first > region), first, next_one) - num_tokens
 
     def shift(self, num_prompt: int, num_tokens: int, region: int) -> int:
-        """Return how many tokens were left out of a sequence of so many once every point up to there is past."""
+        """Return how many tokens have been dropped from a sequence of `num_tokens` after all its compressions."""
         shift = 0
         while (point := self.point(num_prompt, shift, region)) is not None and point <= num_tokens:
             shift = point - region
         return shift
 
     def most_cached(self, num_prompt: int, num_tokens: int, region: int) -> int:
-        """Return the most tokens in the cache at once of a sequence of so many, `num_prompt` of them its prompt."""
+        """Return the most cached tokens at any time of a sequence of `num_tokens`, `num_prompt` of them its prompt."""
         first = self.point(num_prompt, 0, region)
         if first is None or num_tokens <= first:
             return num_tokens
@@ -124,10 +124,10 @@ class Compression:
 
 
 def kept(entries: Entries, how: Compression, layout: Layout, page_size: int) -> Int[Array, "k m"]:
-    """Return the places of the entries that each KV head of a layer keeps, for every place of the region.
+    """Return the positions of the entries that each KV head of a layer keeps, for every place of the region.
 
-    They ascend, and stand at the region's end; at its beginning -1 where a head keeps fewer: whole blocks. There must
-    be more entries than the region has room for.
+    They ascend, aligned to the region's end; -1 fills the beginning for a head that keeps fewer full blocks. Requires
+    more entries than the region has room for.
     """
     k, n, _ = entries.keys.shape
     room, blocks, count = layout.region * page_size, layout.layers[entries.layer], entries.count
@@ -145,7 +145,7 @@ def kept(entries: Entries, how: Compression, layout: Layout, page_size: int) -> 
 def named(name: str, budget: int, **settings: int) -> Compression:
     """Return the compression of this name, one of `POLICIES`; `settings` are fields of `Compression`.
 
-    All but "latent" rank once the prompt is read, so their gap is 0 by default. Raises ValueError for another name.
+    All policies but "latent" rank right after the prompt: their default gap is 0. Raises ValueError for other names.
     """
     if name not in POLICIES:
         raise ValueError(f"name: got {name!r}, wanted one of {', '.join(POLICIES)}")

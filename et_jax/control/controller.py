@@ -1,4 +1,4 @@
-"""What runs the decoder beside the model: laws, selectors and the order of service as one value."""
+"""All laws, selectors and the scheduling priority of a decoder as one value."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -29,23 +29,23 @@ from et_jax.types import MaybeCount, replace, static, value
 
 @value
 class Controller:
-    """Laws, rules and selectors, and the order of service: what runs the decoder beside the model.
+    """Laws, rules, selectors and the scheduling priority: everything that controls the decoder beside the model.
 
-    `estimator` measures the raw entropy. `law` runs after every token. `temperature_rule` decides the
-    temperature of the very token about to be sampled; None leaves it to the law. `priority` orders the
-    sequences when more are resident than a step serves.
+    `estimator` measures the raw entropy. `law` runs after every token. `temperature_rule` sets the
+    temperature of the token about to be sampled; None leaves it to the law. `priority` orders the
+    sequences if more are resident than fit into a step.
 
-    `selector` is one for all layers, or one per layer; the first `dense_layers` layers read everything
-    whatever it says. `experts` says how many experts of a mixture a decoded token goes to; None is as many as trained.
-    Blocks are chosen anew every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value. A sequence of fewer than `min_context` tokens reads everything, and nothing is
-    scored for it; 0 is None, off. `switch` says which of two models speaks, where there are two. `budget` chooses
-    what segments of a prompt read; without one they read everything.
+    `selector` is one for all layers, or one per layer; the first `dense_layers` layers use full attention
+    regardless. `experts` sets how many experts of a mixture a decoded token is routed to; None is as many as trained.
+    Blocks are selected again every `refresh_every` tokens. With `residual`, blocks left
+    unread count as their mean value. A sequence of fewer than `min_context` tokens uses full attention, and no block
+    is scored for it; 0 is None, off. `switch` chooses between two models. `budget` selects the blocks that
+    prompt segments read; without one they use full attention.
 
-    Two controllers of one `jax.tree.structure` differ in numbers alone: one program runs both, for
-    different sequences of one batch. Plain functions serve everywhere, and equal themselves alone.
+    Controllers with equal `jax.tree.structure` differ only in numbers: one program runs them for
+    different sequences of one batch. Plain functions are accepted everywhere, and equal only themselves.
 
-    `preset` is the `presets.Preset` that made this very value, None of one made by hand or changed since. It is no part
+    `preset` is the `presets.Preset` that made this value; None if it was built by hand or changed since. It is not part
     of the tree.
     """
 
@@ -68,13 +68,13 @@ class Controller:
         if self.refresh_every < 1:
             raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
         if self.residual and self.refresh_every > 1:
-            raise ValueError("residual: unread blocks are weighed by this token's query; use it with refresh_every=1")
+            raise ValueError("residual: unread blocks are weighted by this token's query; use it with refresh_every=1")
         if not isinstance(self.budget, Budget | None):
             raise ValueError(f"budget: got {described(self.budget)}, wanted a Budget or None")
         if isinstance(self.min_context, int) and self.min_context < 1:
             if self.min_context < 0:
                 raise ValueError(f"min_context: got {self.min_context}, wanted 0 (off) or above")
-            object.__setattr__(self, "min_context", None)  # what is off costs nothing
+            object.__setattr__(self, "min_context", None)  # a disabled option adds nothing to the program
         several = isinstance(self.selector, tuple)
         made = {
             "estimator": as_value(self.estimator),
@@ -92,18 +92,18 @@ class Controller:
         return tuple(Dense() if i < self.dense_layers else as_selector(one) for i, one in enumerate(each))
 
     def with_experts(self, rule: ExpertRule | None) -> "Controller":
-        """Return the controller with another rule for experts, in which the knobs of its preset are as they were."""
+        """Return the controller with another expert rule; the knobs of its preset stay known."""
         made = replace(self, experts=rule)
         if self.preset is not None:
             object.__setattr__(made, "preset", self.preset)
         return made
 
     def switch_started(self) -> SwitchState | None:
-        """Return what the switch of one sequence starts from; None where one model serves all."""
+        """Return the initial switch state of one sequence; None without a second model."""
         return None if self.switch is None else self.switch.started()
 
     def _repr_html_(self) -> str:
-        """Return a table of what decides, each with its numbers; what stands within another is set in."""
+        """Return a table of the parts, each with its numbers; nested parts are indented."""
         rows = []
         for field in dataclasses.fields(self):
             part = getattr(self, field.name)
@@ -113,22 +113,22 @@ class Controller:
 
 
 def _rows(part: Any, name: str, depth: int = 0) -> list[list[str]]:
-    """Return the row of a part, and those of what stands within it."""
+    """Return the row of a part, and the rows of its nested parts."""
     plain = isinstance(part, Function) or not dataclasses.is_dataclass(part)
-    held = (
+    fields = (
         [] if plain else [(field.name, getattr(part, field.name)) for field in dataclasses.fields(part) if field.repr]
     )
-    inner = [(key, one) for key, one in held if dataclasses.is_dataclass(one)]
-    numbers = ", ".join(f"{key} {_told(one)}" for key, one in held if not dataclasses.is_dataclass(one))
-    rows = [[name, _IN * depth + _told(part), numbers]]
+    inner = [(key, one) for key, one in fields if dataclasses.is_dataclass(one)]
+    numbers = ", ".join(f"{key} {_shown(one)}" for key, one in fields if not dataclasses.is_dataclass(one))
+    rows = [[name, _IN * depth + _shown(part), numbers]]
     return rows + [row for key, one in inner for row in _rows(one, "", depth + 1)]
 
 
-_IN = "\N{NO-BREAK SPACE}" * 4  # how far what stands within another is set in
+_IN = "\N{NO-BREAK SPACE}" * 4  # indent of a nested part
 
 
-def _told(one: Any) -> str:
-    """Return a number as it is, arrays by their form, laws and functions by their names."""
+def _shown(one: Any) -> str:
+    """Return a number unchanged, arrays by shape and dtype, laws and functions by name."""
     if one is None or isinstance(one, bool | int | float | str):
         return html.shown(one)
     return name_of(one) if callable(one) or dataclasses.is_dataclass(one) else described(one)

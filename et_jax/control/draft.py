@@ -1,8 +1,8 @@
-"""How many tokens a step drafts for a sequence: laws of the share of drafts that its model has accepted.
+"""How many tokens a step drafts for a sequence: laws driven by the acceptance rate of earlier drafts.
 
-A draft never changes a text: the model samples every token as if none existed, and a drafted token counts only where
-it equals that sample (`decode.step.verify`). What a law of lengths decides is time alone, so that it may go by the
-clock.
+A draft never changes the output: the model samples every token as if there were no draft, and accepts a drafted token
+only if it equals that sample (`decode.step.verify`). A law of lengths therefore affects only speed, and may use
+measured times.
 """
 
 from typing import ClassVar
@@ -14,22 +14,22 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.types import Number, pytree, replace, value
 
 SHORT = 4
-"""Drafted tokens of a short draft: that of a sequence of which nothing is known, and those that seldom hold."""
+"""Drafted tokens of a short draft, used for a new sequence and at a low acceptance rate."""
 
 MOST_DRAFTED = 16
-"""Drafted tokens of one sequence in one step, at the very most."""
+"""The most drafted tokens of one sequence in one step."""
 
 TRIAL = 0.01
-"""Of plain steps: what trying whether drafts hold may cost."""
+"""The share of the time of plain steps that trial drafts may cost."""
 
 
 @value
 class StepTimes:
-    """What steps take, in any one unit of time, of sequences that hold tokens in the cache.
+    """Step times, in any one unit of time, as linear functions of the cached tokens of all sequences.
 
-    A plain step takes `plain`, and `plain_cached` for every token held. A pass that drafts a token of each sequence
-    takes `drafted`, and `drafted_cached` for every token held. A verified row beside that of a sequence takes `row`,
-    and `row_cached` for every token held that it meets.
+    A plain step takes `plain`, and `plain_cached` per cached token. A drafting pass, one token per sequence,
+    takes `drafted`, and `drafted_cached` per cached token. Each verified row beyond the first of a sequence takes
+    `row`, and `row_cached` per cached token that it attends to.
     """
 
     plain: Number
@@ -40,10 +40,9 @@ class StepTimes:
     row_cached: Number
 
     def alike(self, sequences: float | int, rows: float | int) -> "StepTimes":
-        """Return the times of so many sequences that hold as many tokens as one another and draft alike.
+        """Return the times of `sequences` sequences with equal numbers of cached tokens and equal draft lengths.
 
-        What was for every token held is for every token that each of them holds; and for every drafted token of each of
-        them there are `rows` rows.
+        The cached coefficients become per token of each sequence; every drafted token of a sequence adds `rows` rows.
         """
         return StepTimes(
             plain=self.plain,
@@ -56,34 +55,34 @@ class StepTimes:
 
 
 FIRST_CREDIT = 8.0
-"""Plain steps: what the drafts of all texts may cost without having saved any."""
+"""Plain steps: what the drafts of all sequences may cost before they have saved anything."""
 
 MOST_CREDIT = 4.0
-"""Plain steps: what the drafts of a text may cost, whatever was saved."""
+"""Plain steps: what the drafts of one sequence may cost, however much they saved."""
 
 
 @value
 class PastDrafts:
-    """How the drafts of all texts have fared, for a text of which nothing is known yet.
+    """The drafting statistics of all earlier sequences, the prior for a new one.
 
-    `acceptance` is the share of drafted tokens that is expected to be accepted, `credit` the plain steps that drafts of
-    all texts may cost until more are saved. `several` is 1 where more texts than one are written at once, else 0.
+    `acceptance` is the expected acceptance rate, `credit` the plain steps that drafts of
+    all sequences may cost until they save more. `several` is 1 if more than one sequence is decoded at once, else 0.
     """
 
-    acceptance: Number = 0.9  # most: few blocks hold nearly all of the mass
+    acceptance: Number = 0.9  # high, because few blocks contain nearly all of the mass
     credit: Number = FIRST_CREDIT
     several: Number = 0.0
 
 
 @pytree
 class DraftState:
-    """What is known of a sequence's drafts.
+    """The drafting statistics of a sequence.
 
-    `most` is what its request allows in a step, 0 for none; `length` what the next step drafts. `acceptance` is the
-    running share of drafted tokens that were accepted, of those whose predecessors all were. `since` counts the steps
-    since the last draft. `credit` is the time that drafts have saved so far, and what they may cost without having
-    saved any, in plain steps; a law that tells no cost leaves it unused. Where something else is asked for guesses
-    `before`, that is how those fare.
+    `most` is the most tokens that its request allows per step, 0 for none; `length` is the next step's draft length.
+    `acceptance` is the running acceptance rate of drafted tokens whose predecessors were all accepted. `since` counts
+    the steps since the last draft. `credit` is the time that drafts have saved so far plus what they may cost before
+    saving anything, in plain steps; a law without a cost leaves it unused. `before` has the statistics of the drafter
+    that is tried first, if there is one.
     """
 
     most: Int[Array, "*b"]
@@ -95,13 +94,13 @@ class DraftState:
 
     @property
     def wanted(self) -> Bool[Array | np.ndarray, "*b"]:
-        """Whether the next step is to draft something, or to ask for guesses."""
+        """Whether the next step drafts with any drafter."""
         own = self.length > 0
         return own if self.before is None else own | self.before.wanted
 
 
 def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
-    """Return the state of sequences whose requests allow `most` drafted tokens a step, a few of them at first."""
+    """Return the initial state of sequences whose requests allow `most` drafted tokens per step."""
     return DraftState(
         most=most,
         length=jnp.minimum(most, law.first),
@@ -112,126 +111,126 @@ def started(law: "DraftLength", most: Int[Array, "*b"]) -> DraftState:
 
 
 class DraftLength:
-    """Decides how many tokens the next step drafts, from how earlier drafts fared. Derive from it, as a `value`."""
+    """Sets how many tokens the next step drafts, from earlier acceptance. Derive from it, as a `value`."""
 
-    # What a drafted token leaves of the running share of those accepted, which so speaks of about the last ten.
+    # The decay of the running acceptance rate per drafted token: an average over about the last ten.
     memory: ClassVar[float] = 0.9
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
-        """Return the drafted tokens of the next step, cut to what the request allows.
+        """Return the draft length of the next step; the caller clips it to what the request allows.
 
-        `entropy` is that of the distribution which the newest token was sampled from, raw, in nats; `context` counts
-        the tokens in the cache.
+        `entropy` is the raw entropy, in nats, of the distribution from which the newest token was sampled; `context`
+        counts the cached tokens.
         """
         raise NotImplementedError
 
     def stops(self, entropy: Float[Array, ""]) -> Bool[Array, ""] | bool:
-        """Return whether a draft ends with the token just drafted, from that distribution of the drafter, in nats."""
+        """Return whether the draft ends after the token just drafted, given the drafter's entropy in nats."""
         return False
 
     def cost(self, drafted: Int[Array, ""], context: Int[Array, ""]) -> Float[Array, ""] | float:
-        """Return what a step that drafts so many tokens takes beside a plain one, in plain steps."""
+        """Return the overhead of a step that drafts so many tokens over a plain step, in plain steps."""
         return 0.0
 
-    def told(self, times: StepTimes, worth: float, context: float, past: PastDrafts) -> "DraftLength":
-        """Return the law that knows what steps take, of sequences alike that hold `context` tokens each.
+    def fitted(self, times: StepTimes, worth: float, context: float, past: PastDrafts) -> "DraftLength":
+        """Return the law with measured step times, for equal sequences with `context` cached tokens each.
 
-        A speed is known to be one where it is expected to be at least `worth` of plain decoding's. `past` is how drafts
-        have fared. The structure is the same, so that a program goes on with it. A law that asks for nothing of that is
-        as it was.
+        A length is used only if its expected speed is at least `worth` times that of plain decoding. `past` has the
+        statistics of earlier drafts. The tree structure is unchanged, so the compiled program stays valid. A law that
+        uses none of this returns itself.
         """
         return self
 
     def waiting(self) -> "DraftLength":
-        """Return the law while it is not known what a plain step takes: one that goes by it drafts nothing."""
+        """Return the law to use before plain steps are measured: a law that depends on times drafts nothing."""
         return self
 
     def by_past(self, begun: DraftState) -> DraftState:
-        """Return what is known of a sequence before its first draft, by how those of others fared."""
+        """Return the state of a sequence before its first draft, given the statistics of other sequences."""
         return begun
 
     @property
     def first(self) -> int:
-        """The drafted tokens of a sequence's first step."""
+        """The draft length of a sequence's first step."""
         return SHORT
 
     @property
     def supposed(self) -> float:
-        """The share of drafted tokens that is taken for accepted before anything is known."""
+        """The acceptance rate assumed before the first draft."""
         return 0.5
 
 
 @value
 class FixedLength(DraftLength):
-    """As many as the request allows, at every step."""
+    """The most that the request allows, at every step."""
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
-        """Return the most."""
+        """Return the most allowed."""
         return draft.most
 
 
 @value
 class EntropyLength(DraftLength):
-    """As many as the request allows where the model was certain, none where its entropy passed `bound`, in nats.
+    """The most that the request allows after an entropy of at most `bound` nats, otherwise none.
 
-    The cousin, for drafts that have no distribution of their own, of stopping a draft where the drafter's entropy
-    passes a bound (SVIP, Zhang et al. 2024: 0.6 nats; AdaEDL, Agrawal et al. 2024).
+    The counterpart, for drafters without a distribution, of ending a draft where the drafter's entropy
+    exceeds a bound (SVIP, Zhang et al. 2024: 0.6 nats; AdaEDL, Agrawal et al. 2024).
     """
 
     bound: Number = 0.6
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
-        """Return all or nothing."""
+        """Return the most allowed, or 0."""
         return jnp.where(entropy <= self.bound, draft.most, 0)
 
 
 @value
 class StopEntropy(DraftLength):
-    """As many as the request allows, up to the first token that the drafter was not certain of: past `bound` nats.
+    """The most that the request allows, but a draft ends where the drafter's entropy exceeds `bound` nats.
 
-    For drafters that have a distribution: a small model (SVIP, Zhang et al. 2024, whose bound this is).
+    For drafters with a distribution, such as a small model (SVIP, Zhang et al. 2024, the source of the bound).
     """
 
     bound: Number = 0.6
 
     def length(self, draft: DraftState, entropy: Float[Array, ""], context: Int[Array, ""]) -> Int[Array, ""]:
-        """Return the most."""
+        """Return the most allowed."""
         return draft.most
 
     def stops(self, entropy: Float[Array, ""]) -> Bool[Array, ""] | bool:
-        """Return whether the drafter's entropy passed the bound."""
+        """Return whether the drafter's entropy exceeds the bound."""
         return entropy > self.bound
 
 
 def updated(
     law: DraftLength,
     draft: DraftState,
-    served: Bool[Array, ""],
+    stepped: Bool[Array, ""],
     drafted: Int[Array, ""],
     accepted: Int[Array, ""],
     entropy: Float[Array, ""],
     context: Int[Array, ""],
 ) -> DraftState:
-    """Return the state after a step that `served` the sequence or not, and accepted so many of its drafted tokens.
+    """Return the state after a step in which the sequence, if `stepped`, accepted `accepted` of `drafted` tokens.
 
-    A rejected token ends what is known of those after it, so `accepted` and one more, if there was one, were tried.
-    What drafts saved is the steps that accepted tokens would have taken, less what the draft took.
+    The tokens after a rejected one are unknown, so `accepted` plus the rejected one, if any, were tried.
+    Drafts save the steps of the accepted tokens, less their own cost.
     """
     tried = jnp.minimum(accepted + 1, drafted)
-    kept = law.memory ** tried.astype(jnp.float32)
+    decay = law.memory ** tried.astype(jnp.float32)
     share = accepted.astype(jnp.float32) / jnp.maximum(tried, 1).astype(jnp.float32)
     saved = accepted.astype(jnp.float32) - jnp.where(drafted > 0, law.cost(drafted, context), 0.0)
     after = replace(
         draft,
-        acceptance=kept * draft.acceptance + (1.0 - kept) * share,
+        acceptance=decay * draft.acceptance + (1.0 - decay) * share,
         since=jnp.where(drafted > 0, 0, draft.since + 1),
         credit=jnp.minimum(draft.credit + TRIAL + saved, MOST_CREDIT),
     )
     after = replace(after, length=jnp.minimum(law.length(after, entropy, context), after.most).astype(jnp.int32))
     return replace(
         draft,
-        length=jnp.where(served, after.length, draft.length),
-        acceptance=jnp.where(served, after.acceptance, draft.acceptance),
-        since=jnp.where(served, after.since, draft.since),
-        credit=jnp.where(served, after.credit, draft.credit),
+        length=jnp.where(stepped, after.length, draft.length),
+        acceptance=jnp.where(stepped, after.acceptance, draft.acceptance),
+        since=jnp.where(stepped, after.since, draft.since),
+        credit=jnp.where(stepped, after.credit, draft.credit),
     )

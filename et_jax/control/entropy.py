@@ -1,4 +1,4 @@
-"""How uncertain a distribution is: entropy and varentropy from one mergeable pass, or bracketed from a top-k."""
+"""Entropy and varentropy of a distribution: exact from one mergeable pass, or bracketed from a top-k."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from et_jax.sums import rounded, total
 from et_jax.types import Number, pytree, static, value
 
 HEAT = (1e-30, 1e37)
-"""Temperatures that logits are divided by: beyond either the quotient of an infinite or a great one may be NaN."""
+"""The range of temperatures that logits are divided by: outside it the quotient of a large logit may be NaN."""
 
 
 @pytree
 class Moments:
-    """Float32 sums over a vocabulary, or over one shard of it, from which entropy and varentropy follow.
+    """Float32 sums over a vocabulary, or over one shard of it, that determine entropy and varentropy.
 
     With u = (z - max) / T: `peak` = max z, `s0` = sum e^u, `s1` = sum u e^u, `s2` = sum u^2 e^u.
     """
@@ -30,7 +30,7 @@ class Moments:
 
 @pytree
 class Estimate:
-    """An estimate of an entropy and an interval that holds the true one, in nats; equal when exact."""
+    """An estimate of an entropy and an interval that contains the true one, in nats; equal when exact."""
 
     entropy: Float[Array, "*b"]
     low: Float[Array, "*b"]
@@ -43,7 +43,7 @@ class Agreement:
 
     `correlation` is Pearson's; `bias` is the mean of estimate - truth and `error` of |estimate - truth|,
     `width` the mean width of the interval, all in nats; `containment` is the share of tokens whose
-    interval holds the truth to within 1e-4 nats.
+    interval contains the truth to within 1e-4 nats.
     """
 
     correlation: Float[Array, ""]
@@ -54,7 +54,7 @@ class Agreement:
 
 
 def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | float = 1.0) -> Moments:
-    """Return the moments of softmax(logits / temperature). Logits of -inf count as absent, a whole shard too."""
+    """Return the moments of softmax(logits / temperature). Logits of -inf count as absent, even an entire shard."""
     z = logits.astype(jnp.float32)
     peak = jnp.max(z, axis=-1)
     absent = jnp.isneginf(z)
@@ -70,7 +70,7 @@ def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | floa
 
 
 def merge(a: Moments, b: Moments, temperature: Float[Array, "*b"] | float = 1.0) -> Moments:
-    """Return the moments of two vocabulary shards taken together, at the temperature both were measured at.
+    """Return the moments of two vocabulary shards together; both must be measured at `temperature`.
 
     Shifting the peak by c T turns the sums into e^c S0, e^c (S1 + c S0) and e^c (S2 + 2c S1 + c^2 S0).
     """
@@ -96,14 +96,14 @@ def log_probabilities(
 ) -> Float[Array, "*b v"]:
     """Return log softmax(logits / temperature), in nats, from the moments at that temperature.
 
-    Taken from the peak, so that rounding does not grow with what all logits have in common.
+    The peak is subtracted first, so that rounding does not grow with a constant added to all logits.
     """
     heat = jnp.asarray(temperature, jnp.float32)[..., None]
     return (logits.astype(jnp.float32) - m.peak[..., None]) / heat - jnp.log(m.s0)[..., None]
 
 
 def surprisal(logits: Float[Array, "*r v"], token: Int[Array, "*r"]) -> Float[Array, "*r"]:
-    """Return -log p of each row's token, in nats, under the logits that came before it."""
+    """Return -log p of each row's token, in nats, under the logits that predicted it."""
     logit = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
     return log_normaliser(moments(logits)) - logit
 
@@ -120,7 +120,7 @@ def varentropy(m: Moments) -> Float[Array, "*b"]:
 
 
 def exact(m: Moments) -> Estimate:
-    """Return the entropy itself, in nats. Where logits exist it costs one pass, so it is the default."""
+    """Return the exact entropy, in nats. With logits at hand it costs one pass, so it is the default."""
     h = entropy(m)
     return Estimate(entropy=h, low=h, high=h)
 
@@ -128,10 +128,10 @@ def exact(m: Moments) -> Estimate:
 def top_k(log_prob: Float[Array, "*b k"], num_tokens: int, error: Float[Array, "*b"] | float = 0.0) -> Estimate:
     """Return the entropy of the k likeliest tokens renormalised, H^(k) = -sum p~ log p~, in nats.
 
-    `log_prob` holds their log-probabilities under the whole vocabulary of `num_tokens`, in any order, each off by
-    at most `error` nats and the rounding of its dtype. Never above the true entropy but for rounding: the
-    renormalised tokens majorise the whole. Raises ValueError for more log-probabilities than tokens. Source:
-    Entropic-Time Inference, section 2.1.
+    `log_prob` contains their log-probabilities under the full vocabulary of `num_tokens`, in any order, each with an
+    error of at most `error` nats and the rounding of its dtype. Never above the true entropy but for rounding: the
+    renormalised tokens majorise the full distribution. Raises ValueError for more log-probabilities than tokens.
+    Source: Entropic-Time Inference, section 2.1.
     """
     p = jnp.exp(log_prob.astype(jnp.float32))
     low, high = _interval(log_prob, num_tokens)
@@ -147,22 +147,22 @@ def tail_corrected(
 ) -> Estimate:
     """Return low + `upper_share` * (high - low) of the interval that the k likeliest tokens allow, in nats.
 
-    Share 1 is the paper's H_UB = P_k H^(k) + h_b(eps) + eps log(V - k), the tail spread evenly: cautious,
-    for pruning. It is never below H^(k), so the larger of the two is H_UB again. Share 1/2 errs least
-    either way, for control. The rest is as in `top_k`. Source: Entropic-Time Inference, section 2.1, whose lower
-    bound and choice between the bounds are not legible; the sharp lower bound of `_interval` stands in.
+    Share 1 is the paper's H_UB = P_k H^(k) + h_b(eps) + eps log(V - k), the tail spread evenly: conservative,
+    for pruning. It is never below H^(k), so max(H^(k), H_UB) is H_UB. Share 1/2 minimises the greatest error,
+    for control. The rest is as in `top_k`. Source: Entropic-Time Inference, section 2.1, whose lower
+    bound and choice between the bounds are not legible; the sharp lower bound of `_interval` is used.
     """
     low, high = _interval(log_prob, num_tokens)
     return _widened(low + upper_share * (high - low), low, high, log_prob, num_tokens, error)
 
 
 def normaliser_error(m: Moments, log_prob: Float[Array, "*b v"]) -> Float[Array, "*b"]:
-    """Return what each log-probability may be off by, in nats, because its normaliser and its logit were rounded.
+    """Return the error of each log-probability, in nats, from rounding of its normaliser and its logit.
 
     A log-probability is the difference of a logit and of log sum e^z, each off by half an eps of its size, at most
-    |peak| + log V: twice each, with what the logit was divided by a temperature and the logarithm taken. A sum of V
+    |peak| + log V: twice each, counting the division by a temperature and the logarithm. A sum of V
     exponentials, each off by their arguments' eps, at most log V in the mean, adds the rounding of its additions
-    (`_additions`). The temperature of the moments is at least 1, or `log_prob` taken from the peak
+    (`_additions`). Requires moments at a temperature of at least 1, or a `log_prob` computed relative to the peak
     (`log_probabilities`).
     """
     num_tokens = log_prob.shape[-1]
@@ -170,16 +170,16 @@ def normaliser_error(m: Moments, log_prob: Float[Array, "*b v"]) -> Float[Array,
 
 
 def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
-    """Return the least and the greatest entropy, in nats, of `num_tokens` tokens with these k the likeliest.
+    """Return the least and the greatest entropy, in nats, of `num_tokens` tokens of which these k are the likeliest.
 
     H = -sum_k p log p - eps log eps + eps H_tail, eps the tail's mass. H_tail is greatest when the tail
-    is even, log(V - k); it is least when the tail fills as few tokens as may hold it, each with at most
+    is even, log(V - k); it is least when the tail is concentrated on as few tokens as possible, each with at most
     the least listed probability: with c = min p / eps, n = floor(1 / c) and r = 1 - n c it is
     -n c log c - r log r (majorisation).
     """
     k = log_prob.shape[-1]
     if k > num_tokens:
-        raise ValueError(f"log_prob lists {k} tokens; a vocabulary of num_tokens={num_tokens} holds at most that many")
+        raise ValueError(f"log_prob lists {k} tokens; a vocabulary of num_tokens={num_tokens} has at most that many")
     p = jnp.exp(log_prob.astype(jnp.float32))
     tail = jnp.clip(1.0 - total(p), 0.0, 1.0)
     head = total(entr(p)) + entr(tail)
@@ -192,16 +192,16 @@ def _interval(log_prob: Float[Array, "*b k"], num_tokens: int) -> tuple[Float[Ar
 
 
 _U = 2.0**-24
-"""The most by which float32 rounds, as a share."""
+"""The unit roundoff of float32: the greatest relative rounding error."""
 
 
 def _eps(x: Float[Array, "..."]) -> float:
-    """Return twice the most by which the dtype, or float32 where it is finer, rounds, as a share."""
+    """Return the machine epsilon of the dtype, at least that of float32."""
     return max(float(jnp.finfo(x.dtype).eps), 2 * _U)
 
 
 def _additions(count: int) -> int:
-    """Return how many additions a term goes through in a sum of positive ones, at most: XLA sums in runs of 32."""
+    """Return the most additions that a term goes through in a sum of positive terms: XLA sums in runs of 32."""
     return min(count, 32 * math.ceil(math.log(max(count, 2), 32)))
 
 
@@ -213,10 +213,10 @@ def _widened(
     num_tokens: int,
     error: Float[Array, "*b"] | float,
 ) -> Estimate:
-    """Return the estimate with the ends of its interval moved apart by what rounding may have cost them.
+    """Return the estimate with its interval widened by the possible rounding errors.
 
-    A probability p = e^l is off, as a share, by `error`, by eps |l| of its dtype, and by a few u = 2^-24 of the
-    exponential. Summed over the listed tokens, and over a tail of tokens no likelier than they, |l| comes to at most
+    A probability p = e^l has a relative error of `error`, of eps |l| of its dtype, and of a few u = 2^-24 of the
+    exponential. Summed over the listed tokens, and over a tail of tokens no likelier than they, |l| adds at most
     `high`: masses are off by at most e = error + eps (high + 2) + (additions + 4) u. A mass of m among V tokens adds
     at most m (log V - log m) of entropy, so an error of e in the tail's moves an end by at most e (log V + max(1,
     -log e)); errors e_i of p_i move -sum p log p by at most sum e_i (|l_i| + 1), and so by e (log V + 3). No entropy
@@ -232,12 +232,12 @@ def _widened(
 
 
 Estimator = Callable[[Float[Array, "*b v"], Moments], Estimate]
-"""Entropy from the log-probabilities of the whole vocabulary, or from the moments they were normalised by."""
+"""Entropy from the log-probabilities of the full vocabulary, or from the moments they were normalised by."""
 
 
 @value
 class ExactEstimator:
-    """The entropy itself."""
+    """The exact entropy."""
 
     def __call__(self, log_prob: Float[Array, "*b v"], m: Moments) -> Estimate:
         return exact(m)
@@ -255,7 +255,7 @@ class TopKEstimator:
 
 @value
 class TailCorrectedEstimator:
-    """`tail_corrected` from the k likeliest tokens. The paper names no k; 64 of 50,000 hold most of the mass."""
+    """`tail_corrected` from the k likeliest tokens. The paper gives no k; 64 of 50,000 have most of the mass."""
 
     k: int = static(default=64)
     upper_share: Number = 1.0
@@ -270,7 +270,7 @@ def _likeliest(log_prob: Float[Array, "*b v"], k: int) -> Float[Array, "*b k"]:
 
 
 def margin(logits: Float[Array, "*b v"], m: Moments) -> Float[Array, "*b"]:
-    """Return how far the likeliest logit stands above the next, in nats; 0 where two share the first place."""
+    """Return the difference of the two greatest logits, in nats; 0 if both are equal."""
     z = logits.astype(jnp.float32)
     first = z >= m.peak[..., None]
     second = jnp.max(jnp.where(first, -jnp.inf, z), axis=-1)
@@ -283,11 +283,11 @@ def agreement(estimate: Estimate, truth: Float[Array, " n"]) -> Agreement:
     x = estimate.entropy - jnp.mean(estimate.entropy)
     y = truth - jnp.mean(truth)
     spread = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
-    held = (estimate.low <= truth + 1e-4) & (truth <= estimate.high + 1e-4)
+    contained = (estimate.low <= truth + 1e-4) & (truth <= estimate.high + 1e-4)
     return Agreement(
         correlation=jnp.sum(x * y) / jnp.maximum(spread, jnp.finfo(jnp.float32).tiny),
         bias=jnp.mean(gap),
         error=jnp.mean(jnp.abs(gap)),
         width=jnp.mean(estimate.high - estimate.low),
-        containment=jnp.mean(held.astype(jnp.float32)),
+        containment=jnp.mean(contained.astype(jnp.float32)),
     )

@@ -1,4 +1,4 @@
-"""What it costs to let blocks count as their mean values, and the fewest blocks that cost too much."""
+"""The expected error of replacing blocks by their mean values, and a selector that bounds it."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -13,15 +13,15 @@ _NEEDS: frozenset[Need] = frozenset({"codes", "sensitivity"})
 
 
 def squared_error(view: BlockView) -> Float[Array, "g n"]:
-    """Return the squared error to expect of the output where a block's mean value stands for it: units of the values.
+    """Return the expected squared error of the output if a block's mean value replaces it: units of the values squared.
 
-    A block of n keys with mass a and weights w within errs by a |sum_i (w_i - 1/n) v_i|. Values that know nothing
-    of the weights and lie r from their mean make that a^2 r^2 sum_i (w_i - 1/n)^2, and
+    A block of n keys with mass a and weights w within errs by a |sum_i (w_i - 1/n) v_i|. For values that are
+    independent of the weights and at distance r from their mean this is a^2 r^2 sum_i (w_i - 1/n)^2, and
 
         sum_i (w_i - 1/n)^2 ~ 2 J / n,  J = log Z - log n - q . mean key = KL(even || w) >= 0
 
-    for weights that are nearly even; it is below 1 for all. J is what Jensen's inequality leaves open, and known
-    before a key is read. r is the greatest distance of a value, Z the likeliest mass.
+    for weights that are nearly even; it is below 1 for all. J is the gap in Jensen's inequality, and is known
+    before a key is read. r is the greatest distance of a value from the mean, Z the estimated mass.
     """
     log_mass = likeliest_log_mass(view)
     count = jnp.maximum(view.num_tokens, 1).astype(jnp.float32)
@@ -33,14 +33,14 @@ def squared_error(view: BlockView) -> Float[Array, "g n"]:
 
 @value
 class ExpectedError(Selector):
-    """The fewest blocks that leave an expected error of at most the tolerance, nats a token to an order of magnitude.
+    """The fewest blocks that leave an expected error of at most the tolerance, nats per token to an order of magnitude.
 
-    Where unread blocks count as their mean value (`Controller.residual`), a head's output errs by the square of
-    `squared_error` for each of them, and the next token's distribution by that times the model's
-    sensitivity to the head, which `et_jax.calibrate` measures. Every query head of the model spends an
-    equal share of the tolerance, on the blocks of least error, the tail aside. Errors are taken for independent; where
-    they point the same way they add up, and the divergence is many times the tolerance (docs/evidence.md).
-    The masses it speaks of are bounded for certain. Ties open together; tolerance 0 opens everything.
+    If unread blocks count as their mean value (`Controller.residual`), each adds
+    `squared_error` to the squared error of a head's output, and to the next token's divergence that times the model's
+    sensitivity to the head, which `et_jax.calibrate` measures. Every query head of the model may use an
+    equal share of the tolerance, on the blocks of least error, the tail aside. Errors are assumed independent; if
+    they are aligned they add up, and the divergence is many times the tolerance (docs/evidence.md).
+    The mass bounds are certain. Ties open together; tolerance 0 opens everything.
     """
 
     slack: Number = 1e-3

@@ -1,7 +1,7 @@
-"""How many of a mixture's experts a token goes to: as many as trained, or fewer, by its gate and by entropy.
+"""How many of a mixture's experts a token is routed to: as many as trained, or fewer, by its gate and by entropy.
 
-A rule sees one token: how probable its experts are to the gate, and the entropy of the prediction that it was drawn
-from. So no text depends on its company. Prompts are read as trained.
+A rule reads one token: the gate's probabilities of its experts, and the entropy of the prediction that it was sampled
+from. Outputs therefore do not depend on the batch. Prompts use as many experts as trained.
 """
 
 from typing import ClassVar
@@ -13,19 +13,19 @@ from et_jax.types import MaybeCount, Number, value
 
 
 class ExpertRule:
-    """Says how many of the likeliest experts a token goes to. Derive from it, as a `value`.
+    """Sets how many of the likeliest experts a token is routed to. Derive from it, as a `value`.
 
-    A rule of which `by_entropy` is true goes by the prediction that the token was drawn from, which must be known
-    before the token is read.
+    A rule with `by_entropy` reads the entropy of the prediction that the token was sampled from, which must be known
+    before the token is processed.
     """
 
     by_entropy: ClassVar[bool] = False
 
     def __call__(self, probability: Float[Array, " c"], entropy: Float[Array, ""]) -> Int[Array, ""]:
-        """Return a number of experts, which counts as 1 below 1, and as all of them above.
+        """Return a number of experts; the caller clips it to between 1 and the trained number.
 
-        `probability` is what the gate gives those that the token goes to as trained, likeliest first. `entropy` is that
-        of the sequence's last prediction, in nats, infinite where there was none.
+        `probability` has the gate's probabilities of the trained number of experts, likeliest first. `entropy` is that
+        of the sequence's last prediction, in nats, infinite if there was none.
         """
         raise NotImplementedError
 
@@ -47,9 +47,9 @@ class TopK(ExpertRule):
 
 @value
 class Mass(ExpertRule):
-    """As few experts as hold a `share` of the probability of all that the token goes to as trained.
+    """The fewest experts with a `share` of the probability of those that the token is routed to as trained.
 
-    So at most 1 - share of what they weigh together is left out; at 1 nothing is.
+    Omits at most 1 - share of their total weight, and none at share 1.
     """
 
     share: Number = 0.9
@@ -58,18 +58,18 @@ class Mass(ExpertRule):
         _check_share("share", self.share)
 
     def __call__(self, probability: Float[Array, " c"], entropy: Float[Array, ""]) -> Int[Array, ""]:
-        """Return the least number that holds the share."""
+        """Return the least number with that share."""
         return _holding(probability, jnp.asarray(self.share, jnp.float32))
 
 
 @value
 class Entropy(ExpertRule):
-    """As few experts as hold a share that grows from `least` to 1 with doubt: the sequence's, or the gate's.
+    """The fewest experts with a share that grows from `least` to 1 with uncertainty: the sequence's, or the gate's.
 
         share = least + (1 - least) (1 - (1 - min(H / scale, 1)) (1 - gate h))
 
-    H is the entropy of the sequence's last prediction, and at `scale` nats all experts are taken; h is the entropy of
-    the probabilities over its maximum, and `gate`, from 0 to 1, what it counts.
+    H is the entropy of the sequence's last prediction, and at `scale` nats all experts are used; h is the entropy of
+    the probabilities over its maximum, and `gate`, from 0 to 1, its weight.
     """
 
     by_entropy = True
@@ -84,16 +84,16 @@ class Entropy(ExpertRule):
             raise ValueError(f"scale: got {self.scale}, wanted above 0 nats")
 
     def __call__(self, probability: Float[Array, " c"], entropy: Float[Array, ""]) -> Int[Array, ""]:
-        """Return the least number that holds the share of this doubt."""
+        """Return the least number with the share for this uncertainty."""
         doubt = 1.0 - (1.0 - jnp.minimum(entropy / self.scale, 1.0)) * (1.0 - self.gate * _spread(probability))
         return _holding(probability, self.least + (1.0 - self.least) * doubt)
 
 
 RULES: dict[str, type[ExpertRule]] = {"top_k": TopK, "mass": Mass, "entropy": Entropy}
-"""The rules by their names, each with the numbers it has by default."""
+"""The rules by name, with default numbers."""
 
 SHARES = {"mass": "share", "entropy": "least"}
-"""The number of a rule that is a share of the probability, by the rule's name."""
+"""The name of the rule's field that is a share of the probability, by the rule's name."""
 
 
 def _check_share(name: str, given: Number) -> None:
@@ -102,7 +102,7 @@ def _check_share(name: str, given: Number) -> None:
 
 
 def _sums(x: Float[Array, " c"]) -> list[Float[Array, ""]]:
-    """The sums of all before each number, and of all, in one order whatever stands beside them."""
+    """Return the sums of all numbers before each one, and of all, added in a fixed order."""
     sums = [jnp.zeros((), x.dtype)]
     for i in range(x.shape[0]):
         sums.append(sums[-1] + x[i])
@@ -110,17 +110,17 @@ def _sums(x: Float[Array, " c"]) -> list[Float[Array, ""]]:
 
 
 def _holding(probability: Float[Array, " c"], share: Float[Array, ""]) -> Int[Array, ""]:
-    """The least number of probabilities, in turn, that come to a share of their sum."""
-    *before, whole = _sums(probability)
+    """Return the least number of leading probabilities whose sum reaches a share of the total."""
+    *before, full = _sums(probability)
 
     def wanted(sum: Float[Array, ""]) -> Bool[Array, ""]:
-        return (sum < share * whole) | (share >= 1.0)
+        return (sum < share * full) | (share >= 1.0)
 
     return jnp.sum(jnp.stack([wanted(sum) for sum in before]), dtype=jnp.int32)
 
 
 def _spread(probability: Float[Array, " c"]) -> Float[Array, ""]:
-    """The entropy of probabilities, over that of as many equal ones; 0 of one alone."""
+    """Return the entropy of probabilities over that of as many equal ones; 0 for a single one."""
     if probability.shape[0] == 1:
         return jnp.zeros((), probability.dtype)
     part = probability / _sums(probability)[-1]

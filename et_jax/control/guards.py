@@ -1,7 +1,7 @@
-"""Guards: wrappers that keep a law in bounds, or count how often it leaves them.
+"""Guards: wrappers that clip or limit what a law sets, or count how often it reaches its bounds.
 
-Each wraps one law and is left out to reproduce a paper as printed. `field` names the field of
-`ControlState` that the law decides.
+Each wraps one law; omit it to reproduce a paper as printed. `field` names the field of
+`ControlState` that the law sets.
 """
 
 from typing import Any
@@ -9,14 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.base import AnyLaw, ControlState, Law, Signals, as_value, claim, noted, started, updated
+from et_jax.control.base import AnyLaw, ControlState, Law, Signals, as_value, claim, started, updated, with_record
 from et_jax.types import Number, pytree, replace, static, value
 
 _NUMBERS = ("entropy", "entropic_time", "total_cost", "temperature", "surprisal_cap", "tolerance", "priority")
 
 
 class _Guard(Law):
-    """A law around another, `law`, which may be a plain function."""
+    """A law that wraps another, `law`, which may be a plain function."""
 
     law: AnyLaw
 
@@ -27,26 +27,26 @@ class _Guard(Law):
             raise ValueError(f"{type(self).__name__}: field is {field!r}; it must be one of {', '.join(_NUMBERS)}")
 
     def init(self, state: ControlState) -> ControlState:
-        """Start the law within."""
+        """Run the init of the wrapped law."""
         return started(self.law, state)
 
 
 def _sets_of_law(guard: _Guard) -> frozenset[str] | None:
-    """What the law within sets."""
+    """Return the fields that the wrapped law sets."""
     return as_value(guard.law).sets
 
 
 def _sets_field_too(guard: Any) -> frozenset[str] | None:
-    """What the law within sets, and the field that is guarded."""
+    """Return the fields that the wrapped law sets, and the guarded field."""
     within = _sets_of_law(guard)
     return None if within is None else within | {guard.field}
 
 
 @value
 class Clipped(_Guard):
-    """The law with what it decides kept in [low, high], in the units of `field`, from the start.
+    """The law with `field` clipped to [low, high], in the field's units, from the start.
 
-    The clipped value is what the law sees next, so an integrator does not wind up.
+    The law reads the clipped value next, so an integrator does not wind up.
     """
 
     law: AnyLaw
@@ -57,11 +57,11 @@ class Clipped(_Guard):
     sets = property(_sets_field_too)
 
     def init(self, state: ControlState) -> ControlState:
-        """Start the law within bounds."""
+        """Run the init of the wrapped law, clipped."""
         return self._clip(started(self.law, state))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Keep what the law decides in bounds."""
+        """Run the wrapped law and clip its field."""
         return self._clip(updated(self.law, signals, state))
 
     def _clip(self, state: ControlState) -> ControlState:
@@ -70,10 +70,10 @@ class Clipped(_Guard):
 
 @value
 class NeverAboveStart(_Guard):
-    """The law with `field` never above what the sequence started with: a temperature law then only cools.
+    """The law with `field` never above its starting value: a temperature law then only cools.
 
-    Holding entropy at a target heats tokens of which the model is certain; a one-sided law does not. The
-    start is kept in the note `field + "_start"`.
+    A fixed entropy target heats tokens of which the model is certain; a one-sided law does not. The
+    starting value is stored in the record `field + "_start"`.
     """
 
     law: AnyLaw
@@ -82,17 +82,17 @@ class NeverAboveStart(_Guard):
     sets = property(_sets_field_too)
 
     def init(self, state: ControlState) -> ControlState:
-        """Note the start."""
+        """Record the starting value."""
         state = started(self.law, state)
-        return claim(self, state, self._note, getattr(state, self.field))
+        return claim(self, state, self._name, getattr(state, self.field))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Keep what the law decides at or below the start."""
+        """Clip what the law sets at the starting value."""
         decided = updated(self.law, signals, state)
-        return replace(decided, **{self.field: jnp.minimum(getattr(decided, self.field), decided.notes[self._note])})
+        return replace(decided, **{self.field: jnp.minimum(getattr(decided, self.field), decided.records[self._name])})
 
     @property
-    def _note(self) -> str:
+    def _name(self) -> str:
         return self.field + "_start"
 
 
@@ -111,7 +111,7 @@ class RateLimited(_Guard):
     sets = property(_sets_field_too)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Keep what the law decides near what was."""
+        """Limit the change of the field."""
         old, decided = getattr(state, self.field), updated(self.law, signals, state)
         limited = jnp.clip(getattr(decided, self.field), old - self.fall, old + self.rise)
         return replace(decided, **{self.field: limited})
@@ -119,9 +119,9 @@ class RateLimited(_Guard):
 
 @value
 class Floored(_Guard):
-    """The law shown raw entropies of at least `floor` nats: H~ = max(H^, H_min).
+    """The law with raw entropies of at least `floor` nats: H~ = max(H^, H_min).
 
-    Keeps an entropy that is underestimated from looking like certainty. Source: Entropic-Time Inference,
+    Keeps an underestimated entropy from passing for certainty. Source: Entropic-Time Inference,
     section 3.3.
     """
 
@@ -131,39 +131,39 @@ class Floored(_Guard):
     sets = property(_sets_of_law)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Let the law decide by raised entropies."""
+        """Run the law on the raised entropies."""
         names = ("entropy", "entropy_low", "entropy_high")
         raised = {name: jnp.maximum(getattr(signals, name), self.floor) for name in names}
         return updated(self.law, replace(signals, **raised), state)
 
 
 @pytree
-class CountNote:
-    """How many tokens a counting guard has flagged, and how many it has seen."""
+class CountRecord:
+    """The tokens that a counting guard has flagged, and all tokens it has counted."""
 
     events: Int[Array, "*b"]
     tokens: Int[Array, "*b"]
 
 
 class _Counting(_Guard):
-    """A guard that changes nothing and counts the tokens after which `_happened` holds."""
+    """A guard that changes nothing and counts the tokens for which `_happened` is true."""
 
-    _note: str
+    _name: str
 
     sets = property(_sets_of_law)
 
     def init(self, state: ControlState) -> ControlState:
-        """Start counting."""
+        """Start both counts at 0."""
         state = started(self.law, state)
         zero = jnp.zeros(state.temperature.shape, jnp.int32)
-        return claim(self, state, self._note, CountNote(events=zero, tokens=zero))
+        return claim(self, state, self._name, CountRecord(events=zero, tokens=zero))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
         """Count the token."""
         state = updated(self.law, signals, state)
-        old = state.notes[self._note]
+        old = state.records[self._name]
         happened = self._happened(signals, state).astype(jnp.int32)
-        return noted(state, self._note, CountNote(events=old.events + happened, tokens=old.tokens + 1))
+        return with_record(state, self._name, CountRecord(events=old.events + happened, tokens=old.tokens + 1))
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
         raise NotImplementedError
@@ -171,10 +171,10 @@ class _Counting(_Guard):
 
 @value
 class Saturation(_Counting):
-    """The law, with the tokens counted after which `field` stands at `low` or `high` (see `rate`).
+    """The law; counts the tokens after which `field` is at `low` or `high` (see `rate`).
 
-    A thermostat whose target no temperature in its range can reach sits at a bound: its share of
-    tokens says that the target, not the gain, is wrong. The note is `field + "_saturation"`.
+    A thermostat whose target no temperature in its range can reach stays at a bound: a high share of
+    tokens shows that the target, not the gain, is wrong. The record is `field + "_saturation"`.
     """
 
     law: AnyLaw
@@ -183,7 +183,7 @@ class Saturation(_Counting):
     high: Number
 
     @property
-    def _note(self) -> str:
+    def _name(self) -> str:
         return self.field + "_saturation"
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
@@ -193,16 +193,16 @@ class Saturation(_Counting):
 
 @value
 class Stability(_Counting):
-    """The law, with the tokens counted at which gain * V >= 2, V the tempered varentropy in nats^2 (see `rate`).
+    """The law; counts the tokens at which gain * V >= 2, V the tempered varentropy in nats^2 (see `rate`).
 
-    There the thermostat overshoots by more than it was off, and may cycle. The note is "stability".
+    There the thermostat overshoots by more than its error, and may cycle. The record is "stability".
     """
 
     law: AnyLaw
     gain: Number
 
     @property
-    def _note(self) -> str:
+    def _name(self) -> str:
         return "stability"
 
     def _happened(self, signals: Signals, state: ControlState) -> Bool[Array, "*b"]:
@@ -210,11 +210,11 @@ class Stability(_Counting):
 
 
 def rate(state: ControlState, name: str) -> Float[Array, "*b"]:
-    """Return the share of tokens flagged by the counting guard whose note is `name`, 0 before the first."""
-    note = state.notes[name]
-    return note.events.astype(jnp.float32) / jnp.maximum(note.tokens, 1).astype(jnp.float32)
+    """Return the share of tokens flagged by the counting guard whose record is `name`, 0 before the first."""
+    record = state.records[name]
+    return record.events.astype(jnp.float32) / jnp.maximum(record.tokens, 1).astype(jnp.float32)
 
 
 def rates(state: ControlState) -> dict[str, Float[Array, "*b"]]:
     """Return `rate` of every counting guard in the chain, by name."""
-    return {name: rate(state, name) for name, note in state.notes.items() if isinstance(note, CountNote)}
+    return {name: rate(state, name) for name, record in state.records.items() if isinstance(record, CountRecord)}

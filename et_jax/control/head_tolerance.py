@@ -1,7 +1,7 @@
-"""How much of its attention mass each query head may leave unread: rules that a selector asks before it chooses.
+"""How much of its attention mass each query head may leave unread: rules that a selector applies first.
 
-A law sets one tolerance for a sequence and its next token (`control.tolerance`). A rule shares it out among the query
-heads of a layer, from what is known of this very token's attention before a value is read.
+A law sets one tolerance for a sequence and its next token (`control.tolerance`). A rule sets one per query
+head of a layer, from the current token's estimated attention, before a value is read.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from et_jax.control.view import BlockView, attention_entropy, likeliest_log_mass
 from et_jax.types import Number, value
 
 HeadRule = Callable[[BlockView], Float[Array, " g"]]
-"""The tolerance of each query head of a view, from 0 (everything is read)."""
+"""The tolerance of each query head of a view, from 0 (full attention)."""
 
 
 @value
 class AttentionEntropy:
-    """A head whose attention is spread out may leave the whole tolerance unread, one that looks at few blocks less.
+    """A tolerance that shrinks with the entropy of a head's attention.
 
         eps_h = eps e^{-slope (1 - h)}
 
-    eps is the sequence's tolerance, h the head's attention entropy over its blocks by their likeliest masses (see
-    `view.attention_entropy`), below 1: no head passes eps. Slope 0 gives every head eps. The default is measured
-    where unread blocks count as their mean value; where they count as nothing 2 was better (docs/evidence.md).
+    eps is the sequence's tolerance, h the head's attention entropy over its blocks by their estimated masses (see
+    `view.attention_entropy`), below 1: no head exceeds eps, and concentrated heads get less. Slope 0 gives every head
+    eps. The default was measured with unread blocks as their mean value; without them 2 was better (docs/evidence.md).
     """
 
     slope: Number = 0.8

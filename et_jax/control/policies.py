@@ -1,6 +1,6 @@
-"""Policies: which entries of a sequence's KV cache are worth keeping when it is compressed.
+"""Policies: which entries of a sequence's KV cache a compression keeps.
 
-What is kept is chosen from what was observed, and nothing is proved of what later queries will ask for.
+They rank by past attention; nothing is guaranteed about what later queries attend to.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from et_jax.types import check_numbers, pytree, static
 
 @pytree
 class Entries:
-    """What a policy sees of one layer of one sequence: of each KV head the entries from `first` to `count`, in order.
+    """One layer of one sequence as a policy sees it: of each KV head the entries from `first` to `count`, in order.
 
-    `keys` are rotated. `queries` are the sequence's last, rotated likewise; query i is that of the token whose entry
-    stands at place `at[i]`. Both are None where the policy reads none. `softmax` is that of the layer, `layer`
-    its number; or, where layers that are alike are compressed by one program, that of the first of them, and `number`
-    its own.
+    `keys` are rotated. `queries` are the sequence's last ones, rotated likewise; query i belongs to the token whose
+    entry is at place `at[i]`. Both are None if the policy does not read them. `softmax` is that of the layer, `layer`
+    its number; in a scan over equal layers `layer` is the number of the first one, and `number`
+    the layer's own.
     """
 
     keys: Float[Array, "k n d"]
@@ -38,10 +38,10 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Scores entries, and says how many blocks of them each layer and KV head keeps. Derive from it.
+    """Scores entries, and sets how many blocks of them each layer and KV head keeps. Derive from it.
 
-    A policy is part of the program: a frozen dataclass, told by its value. `reads_queries` says whether it ranks by the
-    last queries, `splits` whether heads or layers keep different numbers of entries.
+    A policy is part of the program: a frozen dataclass compared by value. `reads_queries` is true if it ranks by the
+    last queries, `splits` if heads or layers keep different numbers of entries.
     """
 
     reads_queries: ClassVar[bool] = False
@@ -51,37 +51,37 @@ class Policy:
         check_numbers(self)
 
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
-        """Return how much each entry is worth keeping; the last `window` are kept whatever is said of them."""
+        """Return the score of each entry; the last `window` entries are kept regardless of it."""
         raise NotImplementedError
 
     def layer_blocks(self, blocks: int, least: int, num_layers: int) -> tuple[int, ...]:
-        """Return the blocks that each KV head of a layer keeps in the mean: `blocks` over all layers, at least `least`.
+        """Return the mean number of blocks per KV head of each layer: `blocks` on average, each at least `least`.
 
-        Layers with a sliding window are not among them.
+        Layers with a sliding window are excluded.
         """
         return (blocks,) * num_layers
 
     def region(self, layers: tuple[int, ...]) -> int:
-        """Return the blocks of the region, given those of the layers: the most that a head can keep."""
+        """Return the blocks of the region, the most that a head can keep, from those of the layers."""
         return max(layers)
 
     def head_blocks(
         self, score: Float[Array, "k n"], blocks: int, region: int, window: int, page_size: int
     ) -> Int[Array, " k"]:
-        """Return the blocks each KV head keeps, `blocks` in the mean at most; `score` is -inf for what it may not be.
+        """Return the blocks each KV head keeps, on average at most `blocks`.
 
-        So it is for the last `window` entries, which all heads keep.
+        `score` is -inf for excluded entries and for the last `window` ones, which all heads keep.
         """
         return jnp.full(score.shape[0], blocks, jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent(Policy):
-    """Keeps what the last queries attend to the most: softmax(q k / sqrt d), mean over queries and the KV head's group.
+    """Keeps the entries of greatest attention mass: softmax(q k / sqrt d), mean over last queries and the head group.
 
-    Every query sees the entries up to its own token's. The masses are averaged over as many neighbours as `pooling`
-    says, among the entries before the window. With a gap of g the window holds the queries of g decoded tokens, and of
-    the prompt's last ones before them (EntropyInfer, arXiv 2606.09508: 16 of each); with none those of the prompt alone
+    Every query attends to the entries up to its own token. The masses before the window are averaged over `pooling`
+    neighbours. With a gap of g the window contains the queries of g decoded tokens and, before them, of
+    the prompt's last ones (EntropyInfer, arXiv 2606.09508: 16 of each); without a gap only those of the prompt
     (SnapKV, Li et al. 2024).
     """
 
@@ -98,9 +98,9 @@ class Latent(Policy):
 class AdaKV(Latent):
     """Ranks as `Latent`, and splits a layer's entries over its KV heads (AdaKV, Feng et al. 2024).
 
-    Each head keeps a floor of the share `floor` of the budget beyond the window, and of the rest in proportion to how
-    many of the layer's top entries are its own; all rounded to whole blocks, the sum as if they were equal. No head
-    keeps more than `most` times the budget, which is the region; what is above it is not handed on. Source of the
+    Each head keeps a floor of the share `floor` of the budget beyond the window, and of the rest in proportion to
+    its number of the layer's top entries; all rounded to full blocks with the sum of equal budgets. No head
+    keeps more than `most` times the budget, which is the region; the excess is not redistributed. Source of the
     floor: the paper, section 4 (0.2).
     """
 
@@ -122,7 +122,7 @@ class AdaKV(Latent):
     def head_blocks(
         self, score: Float[Array, "k n"], blocks: int, region: int, window: int, page_size: int
     ) -> Int[Array, " k"]:
-        """Return the floor, and the rest by the shares of the layer's top entries, by greatest remainders."""
+        """Return the floor plus a share of the rest by the layer's top entries, rounded by greatest remainders."""
         num_heads, num_places = score.shape
         beyond = blocks * page_size - window
         least = math.ceil((window + self.floor * beyond) / page_size)
@@ -131,18 +131,18 @@ class AdaKV(Latent):
         own = jnp.zeros(num_heads, jnp.int32).at[top // num_places].add(there)
         rest = num_heads * (blocks - least)
         exact = rest * own.astype(jnp.float32) / jnp.maximum(jnp.sum(there), 1).astype(jnp.float32)
-        whole = jnp.floor(exact)
-        left = rest - jnp.sum(whole).astype(jnp.int32)
-        rank = jnp.argsort(jnp.argsort(whole - exact))  # the greatest remainder first, of equal ones the first head
-        return jnp.minimum(least + whole.astype(jnp.int32) + (rank < left).astype(jnp.int32), region)
+        full = jnp.floor(exact)
+        left = rest - jnp.sum(full).astype(jnp.int32)
+        rank = jnp.argsort(jnp.argsort(full - exact))  # the greatest remainder first, of equal ones the first head
+        return jnp.minimum(least + full.astype(jnp.int32) + (rank < left).astype(jnp.int32), region)
 
 
 @dataclasses.dataclass(frozen=True)
 class PyramidKV(Latent):
-    """Ranks as `Latent`, and lets the budget fall from the first layer to the last (PyramidKV, Cai et al. 2024).
+    """Ranks as `Latent`, with a budget that decreases from the first layer to the last (PyramidKV, Cai et al. 2024).
 
-    Beyond the blocks that hold the window, layers keep from 2 m - m / beta blocks down to m / beta in equal steps, m
-    the mean and beta the `steepness`; rounded to whole blocks so that the sum is as if they were equal. Source: the
+    Beyond the blocks of the window, layers keep from 2 m - m / beta blocks down to m / beta in equal steps, m
+    the mean and beta the `steepness`; rounded to full blocks with the sum of equal budgets. Source: the
     paper, section 3.2 (beta 20).
     """
 
@@ -155,7 +155,7 @@ class PyramidKV(Latent):
             raise ValueError(f"steepness: got {self.steepness}, wanted at least 1, where all layers are equal")
 
     def layer_blocks(self, blocks: int, least: int, num_layers: int) -> tuple[int, ...]:
-        """Return the falling numbers of blocks."""
+        """Return the decreasing numbers of blocks."""
         mean = blocks - least
         lowest = mean / self.steepness
         step = 2 * (mean - lowest) / max(num_layers - 1, 1)
@@ -179,7 +179,7 @@ class Streaming(Policy):
             raise ValueError(f"sinks: got {self.sinks}, wanted at least 0")
 
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
-        """Return the place, and more than any for the sinks."""
+        """Return the place as the score, and a greater score for the sinks."""
         k, n, _ = entries.keys.shape
         place = jnp.arange(n)
         return jnp.broadcast_to(jnp.where(place < self.sinks, n, place).astype(jnp.float32), (k, n))
@@ -187,12 +187,12 @@ class Streaming(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Random(Policy):
-    """Keeps entries at random, drawn by `seed`, the layer and how many there are: what any other policy must beat."""
+    """Keeps random entries, drawn from `seed`, the layer and their number: the baseline for any other policy."""
 
     seed: int = 0
 
     def score(self, entries: Entries, window: int, pooling: int) -> Float[Array, "k n"]:
-        """Return numbers from 0 to 1."""
+        """Return uniform scores from 0 to 1."""
         key = jax.random.key(self.seed, impl="threefry2x32")
         layer = entries.layer if entries.number is None else entries.number
         key = jax.random.fold_in(jax.random.fold_in(key, layer), entries.count)
@@ -202,12 +202,12 @@ class Random(Policy):
 def attention_mass(entries: Entries) -> Float[Array, "k n"]:
     """Return the attention mass on every entry, mean over the queries and over the query heads of the KV head.
 
-    Float32; 0 where there is no entry. A query at place p sees the places up to p. It is mass among the entries: what a
-    sink of the layer takes is not counted.
+    Float32; 0 where there is no entry. A query at place p attends to the places up to p. The mass of a layer's sink is
+    excluded.
     """
     queries, at = entries.queries, entries.at
     if queries is None or at is None:
-        raise ValueError("queries: got None, wanted the last ones of the sequence, by which this policy ranks")
+        raise ValueError("queries: got None, wanted the last queries of the sequence, by which this policy ranks")
     k, n, d = entries.keys.shape
     grouped = queries.astype(jnp.float32).reshape(len(at), k, -1, d).transpose(1, 2, 0, 3)
     seen = jnp.arange(n) <= jnp.minimum(at, entries.count - 1)[:, None]  # "w n"
@@ -219,11 +219,11 @@ def attention_mass(entries: Entries) -> Float[Array, "k n"]:
         mass = jax.nn.softmax(jnp.where(seen & (jnp.arange(n) >= first), scores, -jnp.inf), axis=-1)
         return jnp.mean(mass, axis=(0, 1))
 
-    return jax.lax.map(of_head, (grouped, entries.keys, entries.first))  # head by head: the scores of one are "g w n"
+    return jax.lax.map(of_head, (grouped, entries.keys, entries.first))  # one head at a time: its scores are "g w n"
 
 
 def pooled(score: Float[Array, "k n"], pooling: int) -> Float[Array, "k n"]:
-    """Return the mean of `pooling` neighbours, an entry in the middle; what is beyond the ends counts as 0."""
+    """Return the mean over `pooling` neighbours centred on each entry; entries beyond the ends count as 0."""
     side, n = pooling // 2, score.shape[1]
     padded = jnp.pad(score, ((0, 0), (side, side)))
     return sum((padded[:, i : i + n] for i in range(1, pooling)), padded[:, :n]) / pooling

@@ -1,4 +1,4 @@
-"""The laws of which presets are made, from the knobs of each."""
+"""The laws of each preset, built from its knobs."""
 
 from collections.abc import Callable, Mapping
 
@@ -17,8 +17,8 @@ from et_jax.control.switch import AsPrinted, Hysteresis
 
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
-_FLOOR, _REFERENCE = 0.1, 2.0  # nats: entropies that count as certain and as uncertain
-_LOOK_EVERY = 64  # tokens, of which one reads all
+_FLOOR, _REFERENCE = 0.1, 2.0  # nats: the entropies of full certainty and of full uncertainty
+_LOOK_EVERY = 64  # one token in so many uses full attention
 
 
 def paper(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
@@ -36,7 +36,7 @@ def paper(target_entropy: float | None, tolerance: float, min_blocks: int, windo
 def guarded(
     target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
 ) -> Controller:
-    """Return the same with exact entropy, sinks, and a temperature that only cools."""
+    """Return the same laws with exact entropy, sinks, and a temperature that only cools."""
     active = select.ActiveSet(relative_influence, look_every=_LOOK_EVERY)
     return Controller(
         law=_chained(*_cooling(target_entropy), _threshold(tolerance)),
@@ -49,7 +49,7 @@ def guarded(
 def certified(
     target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
 ) -> Controller:
-    """Return the laws under which all but a proved share of each head's attention is read."""
+    """Return the laws that read all but a proved share of each head's attention mass."""
     proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
     return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window, min_context)
 
@@ -57,7 +57,7 @@ def certified(
 def adaptive(
     target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
 ) -> Controller:
-    """Return the laws under which the blocks of greatest expected error are read."""
+    """Return the laws that read the blocks of greatest expected error."""
     return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
 
 
@@ -67,12 +67,12 @@ def ead(tau: float) -> Controller:
 
 
 def ead_guarded(tau: float) -> Controller:
-    """Return the same with hysteresis."""
+    """Return the same switch with hysteresis."""
     return Controller(switch=Hysteresis(tau))
 
 
 def entropyinfer(prefill_budget: int) -> Controller:
-    """Return the budget of prompts, in segments of a quarter of it."""
+    """Return the prefill budget, in segments of a quarter of it."""
     segment = max(1, min(EntropyBudget.segment, prefill_budget // 4))
     return Controller(budget=EntropyBudget(tokens=prefill_budget, segment=segment, dense_until=2 * prefill_budget))
 
@@ -87,7 +87,7 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
     "ead_guarded": ead_guarded,
     "entropyinfer": entropyinfer,
 }
-"""What makes the controller of each preset, from its knobs by name."""
+"""The function that builds each preset's controller, from its knobs by name."""
 
 
 def _by_mean_values(

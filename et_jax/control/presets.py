@@ -1,4 +1,4 @@
-"""Controllers by name: what `--control` and `control="..."` mean, and the knobs of each.
+"""Controllers by name: the meaning of `--control` and `control="..."`, and the knobs of each preset.
 
 A preset is a dataclass whose fields are its knobs: flags of commands, checks of requests and docs read them from here,
 without JAX.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from et_jax.control.controller import Controller
 
 MOST = 2**29
-"""Tokens or blocks that a knob may say: sums of a few stay within 32 bits."""
+"""The greatest number of tokens or blocks for a knob: sums of a few stay within 32 bits."""
 
 _BIT = math.log(2)
 
@@ -31,7 +31,7 @@ _WINDOW = _count("recent tokens always read", "tokens")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A controller by `name`, made of the knobs that are its fields; one that is None has its default.
+    """A named controller whose fields are its knobs; None means the default.
 
     Raises UsageError, one sentence, for a value that is no number or out of range.
     """
@@ -47,8 +47,8 @@ class Preset:
                 object.__setattr__(self, name, one.checked(name, value))
 
     def controller(self) -> "Controller":
-        """Return the laws of the preset as one value, which knows it as its `preset`."""
-        from et_jax.control.preset_laws import LAWS  # with JAX, which the knobs alone do without
+        """Return the laws of the preset as one value, whose `preset` is this one."""
+        from et_jax.control.preset_laws import LAWS  # imports JAX, which the knobs do not need
 
         made = LAWS[self.name](**vars(self))
         object.__setattr__(made, "preset", self)
@@ -57,26 +57,26 @@ class Preset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Off(Preset):
-    """Measures, and changes nothing."""
+    """Measures only; changes nothing."""
 
     name = "off"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pruning(Preset):
-    """What the presets have in common that leave blocks of the cache unread, and can hold an entropy.
+    """The knobs of the presets that leave blocks of the cache unread and can regulate the entropy.
 
-    `target_entropy` (nats) switches the thermostat on; without it the temperature is the request's. `tolerance` is what
-    may be left unread, here theta where the model is certain: the relative change of a head's output that a block must
-    promise to be read. `min_blocks` are read at least, and the last `window` tokens always. A sequence of fewer than
-    `min_context` tokens reads all, and nothing is scored for it; where the preset is named to `load`, `generate` or
-    the command line without it, that is the length measured of the device (`serve.loading.min_context`), else 0.
+    `target_entropy` (nats) turns the thermostat on; without it the temperature is the request's. `tolerance` is what
+    may be left unread, here theta at full certainty: a block is read if it changes a head's output by more than this
+    share. At least `min_blocks` are read, and the last `window` tokens always. A sequence of fewer than
+    `min_context` tokens uses full attention, and no block is scored for it; if `load`, `generate` or the command line
+    get the preset without it, it is the length measured on the device (`serve.loading.min_context`), else 0.
     """
 
     target_entropy: float | int | None = knob(
         None,
         Knob(
-            help="the entropy that the thermostat holds by temperature",
+            help="the entropy that the thermostat regulates by temperature",
             unit="nats",
             kind=float,
             least=math.ulp(0.0),
@@ -86,7 +86,7 @@ class Pruning(Preset):
     tolerance: float | int = knob(
         0.05,
         Knob(
-            help="theta where the model is certain: the relative change of a head's output that a block must promise",
+            help="theta at full certainty: the relative change of a head's output above which a block is read",
             unit="share",
             kind=float,
             least=0.0,
@@ -98,9 +98,9 @@ class Pruning(Preset):
     min_context: int = knob(
         0,
         _count(
-            "a sequence of fewer tokens reads all, and nothing is scored for it; 0 chooses always",
+            "a sequence of fewer tokens uses full attention without scoring blocks; 0 selects always",
             "tokens",
-            usual="the length from which the preset saves time, where that is measured of the device; evaluate: 0",
+            usual="the length from which the preset saves time, if it was measured on the device; evaluate: 0",
         ),
     )
 
@@ -110,8 +110,8 @@ class Paper(Pruning):
     """Entropic-Time Inference as printed.
 
     Tail-corrected entropy, blocks with E_b > theta, a floor on the entropy and on the number of blocks, and limits on
-    rates. It scores no keys: alpha of E_b is what a block had when it was last read, or what its box promises
-    (`view.greater_mass`). docs/evidence.md says which answers that keeps.
+    rates. It scores no keys: alpha of E_b is the block's mass when it was last read, or the bound from its box
+    (`view.greater_mass`). docs/evidence.md lists the answers that this keeps.
     """
 
     name = "paper"
@@ -120,7 +120,7 @@ class Paper(Pruning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guarded(Pruning):
-    """The same with exact entropy, sinks and a recent window always read, and a temperature that only cools."""
+    """Like `paper`, with exact entropy, sinks and a recent window always read, and a temperature that only cools."""
 
     name = "guarded"
 
@@ -129,8 +129,8 @@ class Guarded(Pruning):
 class Certified(Pruning):
     """Reads all but a proved share of the attention mass of every head, from 8-bit copies of the keys.
 
-    The rest counts as its mean value. `tolerance` is the share that no head passes; it is less for heads that look at
-    few blocks, by the entropy of their attention.
+    The rest counts as its mean value. No head exceeds the share `tolerance`; heads with concentrated attention get
+    less, by the entropy of their attention.
     """
 
     name = "certified"
@@ -151,15 +151,15 @@ class Certified(Pruning):
 class Adaptive(Pruning):
     """Reads the blocks of greatest expected error, from 8-bit copies of the keys.
 
-    That goes by the model's measured sensitivity to each head, which `et_jax.calibrate` measures. The rest counts
-    as its mean value. `tolerance` is an expected error, in nats a token to an order of magnitude.
+    It uses the model's sensitivity to each head, which `et_jax.calibrate` measures. The rest counts
+    as its mean value. `tolerance` is an expected error, in nats per token to an order of magnitude.
     """
 
     name = "adaptive"
     tolerance: float | int = knob(
         1e-4,
         Knob(
-            help="the expected error of what is left unread, in nats a token to an order of magnitude",
+            help="the expected error of what is left unread, in nats per token to an order of magnitude",
             unit="nats",
             kind=float,
             least=0.0,
@@ -170,44 +170,44 @@ class Adaptive(Pruning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ead(Preset):
-    """Entropy Adaptive Decoding as printed: of two models the small one speaks where it is certain.
+    """Entropy Adaptive Decoding as printed: of two models the small one is active while it is certain.
 
-    That is while the mean entropy of the last five predictions is at most `tau`, in nats, by default the paper's 0.25
-    bits. It needs a small model.
+    It is certain while the mean entropy of the last five predictions is at most `tau`, in nats, by default the paper's
+    0.25 bits. It requires a small model.
     """
 
     name = "ead"
     tau: float | int = knob(
         0.25 * _BIT,
         Knob(
-            help="the mean entropy up to which the small model speaks",
+            help="the mean entropy up to which the small model is active",
             unit="nats",
             kind=float,
             wanted="a number",
-            infinite=True,  # one of the models speaks alone
+            infinite=True,  # only one of the models is active
         ),
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EadGuarded(Ead):
-    """The same with hysteresis, windows of one model's entropies, and a change before the token, not after it."""
+    """Like `ead`, with hysteresis, windows over one model's entropies, and a change before the token, not after it."""
 
     name = "ead_guarded"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntropyInfer(Preset):
-    """Reads prompts segment by segment, and decodes as "off" does.
+    """Reads prompts in segments under a budget, and decodes as "off" does.
 
-    Each KV head reads as many blocks as the entropy of its attention asks for, `prefill_budget` tokens to begin with.
-    Segments have a quarter of that, 512 tokens at most, and the first two budgets of a prompt are read densely, as in
-    its code.
+    Each KV head reads as many blocks as the entropy of its attention demands, initially `prefill_budget` tokens.
+    Segments have a quarter of that, 512 tokens at most, and the first two budgets of a prompt use full attention, as in
+    the paper's code.
     """
 
     name = "entropyinfer"
     prefill_budget: int = knob(
-        2048, _count("what a KV head reads of a prompt before a segment, to begin with", "tokens", 1)
+        2048, _count("the initial budget of tokens that a KV head reads of the prompt before a segment", "tokens", 1)
     )
 
 
@@ -219,15 +219,15 @@ PRESETS: dict[str, type[Preset]] = {
 NAMES = tuple(PRESETS)
 
 KNOBS = tuple(dict.fromkeys(name for one in PRESETS.values() for name in knobs(one)))
-"""The knobs of all of them."""
+"""The union of all presets' knobs."""
 
 
 def preset(name: str, **given: float | int | None) -> "Controller":
-    """Return the controller of that name, with those of its knobs that are given; None leaves one at its default.
+    """Return the controller of that name, with the given knobs; None leaves a knob at its default.
 
-    `PRESETS` has all of them: their classes say what each does, and the fields of those are its knobs.
+    `PRESETS` maps names to classes, whose docstrings describe the presets and whose fields are their knobs.
 
-    Raises UsageError for an unknown name, a value out of range, or a knob that the named one does not have.
+    Raises UsageError for an unknown name, a value out of range, or a knob that the preset does not have.
     """
     made = PRESETS.get(name) if isinstance(name, str) else None
     if made is None:

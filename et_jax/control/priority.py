@@ -1,7 +1,7 @@
-"""Which sequences are served next when more sequences are resident than a step serves.
+"""Scheduling priorities: which sequences a step decodes if more are resident than it has rows for.
 
-A priority rule scores one sequence; the step serves the highest scores. The printed rules can starve a
-sequence for ever: `Aged` wraps any of them so that it cannot, for `waiting_bound` steps at most.
+A priority rule scores one sequence; the step decodes the highest scores. The published rules can starve a
+sequence for ever: `Aged` wraps any of them and bounds the wait by `waiting_bound` steps.
 """
 
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float
 
-from et_jax.control.base import ControlState, Law, PriorityRule, Signals, as_value, claim, noted
+from et_jax.control.base import ControlState, Law, PriorityRule, Signals, as_value, claim, with_record
 from et_jax.types import Number, derived, pytree, value
 
 _DRIFT = "entropy_drift"
@@ -28,8 +28,8 @@ class FCFS:
 class SRPT:
     """Shortest remaining first, by the tokens still allowed: 1 / (1 + remaining), in (0, 1].
 
-    The limit stands in for the length, which is not known before the end (Schrage 1968 proves mean
-    latency least where it is).
+    The limit replaces the length, which is unknown before the end (Schrage 1968 proves minimal mean
+    latency for known lengths).
     """
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
@@ -40,9 +40,9 @@ class SRPT:
 class LeastAttained:
     """Fewest tokens produced first: 1 / (1 + generated), in (0, 1].
 
-    It needs to know nothing of what comes. On one server no rule that does not know lengths has a lower mean latency
-    where a text is the less likely to end the longer it is (Aalto and Ayesta 2006); where lengths differ little, it
-    makes all end late.
+    It requires no knowledge of lengths. On one server no rule without such knowledge has a lower mean latency
+    if a sequence is less likely to end the longer it is (Aalto and Ayesta 2006); if lengths differ little,
+    all sequences finish late.
     """
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
@@ -50,7 +50,7 @@ class LeastAttained:
 
 
 @pytree
-class DriftNote:
+class DriftRecord:
     """The last raw entropy in nats, and the running mean (nats) and variance (nats^2) of its falls."""
 
     entropy: Float[Array, "*b"]
@@ -60,11 +60,11 @@ class DriftNote:
 
 @value
 class EntropyDrift(Law):
-    """Keep the running mean (nats) and variance (nats^2) of the fall H_{t-1} - H_t of the raw entropy.
+    """Records the running mean (nats) and variance (nats^2) of the fall H_{t-1} - H_t of the raw entropy.
 
-    Exponentially weighted, in the note "entropy_drift", from mean 0 and the variance of
-    `prior_deviation` (nats), so that a sequence of which nothing is known is expected to resolve
-    something. The entropy profile of Entropic-Time Inference, section 3.1, whose form is not stated.
+    Exponentially weighted, in the record "entropy_drift", from mean 0 and the variance of
+    `prior_deviation` (nats), so that a new sequence has a positive expected
+    fall. The entropy profile of Entropic-Time Inference, section 3.1, whose form is not stated.
     """
 
     decay: Number = 0.9
@@ -81,26 +81,26 @@ class EntropyDrift(Law):
     def init(self, state: ControlState) -> ControlState:
         zero = jnp.zeros_like(state.priority)
         variance = jnp.full_like(state.priority, self.prior_variance)
-        return claim(self, state, _DRIFT, DriftNote(entropy=zero + jnp.inf, mean=zero, variance=variance))
+        return claim(self, state, _DRIFT, DriftRecord(entropy=zero + jnp.inf, mean=zero, variance=variance))
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        old: DriftNote = state.notes[_DRIFT]
+        old: DriftRecord = state.records[_DRIFT]
         first = jnp.isinf(old.entropy)
         surprise = jnp.where(first, 0.0, old.entropy - signals.entropy - old.mean)
         variance = self.decay * (old.variance + self.weight * surprise * surprise)
-        note = DriftNote(
+        record = DriftRecord(
             entropy=signals.entropy,
             mean=old.mean + self.weight * surprise,
             variance=jnp.where(first, old.variance, variance),
         )
-        return noted(state, _DRIFT, note)
+        return with_record(state, _DRIFT, record)
 
 
 def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Return E[max(0, x)] = mean Phi(mean / dev) + dev phi(mean / dev) of a normal x, in nats.
 
-    It is max(0, mean) where the deviation is 0 and positive where it is not: a sequence whose entropy
-    wanders is never written off.
+    It is max(0, mean) for deviation 0 and positive otherwise: a sequence with a varying entropy
+    always has some priority.
     """
     ratio = mean / jnp.maximum(deviation, jnp.finfo(jnp.float32).tiny)
     fall = mean * norm.cdf(ratio) + deviation * norm.pdf(ratio)
@@ -108,10 +108,10 @@ def expected_fall(mean: Float[Array, "*b"], deviation: Float[Array, "*b"]) -> Fl
 
 
 def _drift_fall(state: ControlState) -> Float[Array, ""]:
-    if _DRIFT not in state.notes:
-        raise ValueError(f"This priority reads the note {_DRIFT!r}; add the law EntropyDrift() to the chain.")
-    note = state.notes[_DRIFT]
-    return expected_fall(note.mean, jnp.sqrt(note.variance))
+    if _DRIFT not in state.records:
+        raise ValueError(f"This priority reads the record {_DRIFT!r}; add the law EntropyDrift() to the chain.")
+    record = state.records[_DRIFT]
+    return expected_fall(record.mean, jnp.sqrt(record.variance))
 
 
 @value
@@ -119,8 +119,8 @@ class LinearPriority:
     """The paper's four terms, summed: fall E[dH^+] - cost C - memory M + urgency L.
 
     E[dH^+] in nats from the law `EntropyDrift`, which must be in the chain; C the bytes of the last
-    step, M the pages held, L the caller's urgency. Coefficients are per nat, byte, page and unit of
-    urgency. The paper gives no values: bytes and pages cost nothing until a price is set. Source:
+    step, M the allocated pages, L the caller's urgency. Coefficients are per nat, byte, page and unit of
+    urgency. The paper gives no values: by default bytes and pages have weight 0. Source:
     Entropic-Time Inference, section 3.1.
     """
 
@@ -130,16 +130,16 @@ class LinearPriority:
     urgency: Number = 1.0
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
-        pages = signals.pages_held.astype(state.priority.dtype)
+        pages = signals.allocated_pages.astype(state.priority.dtype)
         spent = self.cost * signals.cost
         return self.fall * _drift_fall(state) - spent - self.memory * pages + self.urgency * signals.urgency
 
 
 @value
 class RatioPriority:
-    """Expected nats per byte, the reading of "per unit cost": fall E[dH^+] / (C + memory M) + urgency L.
+    """Expected nats per byte, an interpretation of "per unit cost": fall E[dH^+] / (C + memory M) + urgency L.
 
-    Terms as in `LinearPriority`; `memory` is in bytes per page. A sequence that has cost nothing yet
+    Terms as in `LinearPriority`; `memory` is in bytes per page. A sequence without costs so far
     counts as one byte. Source: Entropic-Time Inference, section 6.6.
     """
 
@@ -148,7 +148,7 @@ class RatioPriority:
     urgency: Number = 1.0
 
     def __call__(self, signals: Signals, state: ControlState) -> Float[Array, ""]:
-        spent = signals.cost + self.memory * signals.pages_held.astype(state.priority.dtype)
+        spent = signals.cost + self.memory * signals.allocated_pages.astype(state.priority.dtype)
         return self.fall * _drift_fall(state) / jnp.maximum(spent, 1.0) + self.urgency * signals.urgency
 
 
@@ -156,8 +156,8 @@ class RatioPriority:
 class Aged:
     """clip(rule, 0, ceiling) + rate * wait: no sequence waits longer than `waiting_bound`.
 
-    `ceiling` is in the rule's own units, `rate` in those units per step waited. Where the rule exceeds
-    the ceiling or falls below 0 its order is lost, `FCFS` being below 0 throughout.
+    `ceiling` is in the rule's own units, `rate` in those units per step waited. Outside [0, ceiling] the rule's
+    order is lost; `FCFS` is below 0 throughout.
     """
 
     rule: PriorityRule
@@ -172,12 +172,12 @@ class Aged:
         return score + self.rate * state.wait.astype(state.priority.dtype)
 
 
-def waiting_bound(ceiling: float, rate: float, num_runnable: int, served_per_step: int) -> int:
+def waiting_bound(ceiling: float, rate: float, num_runnable: int, decoded_per_step: int) -> int:
     """Return the most steps a runnable sequence waits under `Aged`: floor(R / a) + 1 + floor((N - 1) / K).
 
-    R is the ceiling, a the rate, N the most sequences runnable at once, K those served in every step.
-    Once a w > R none served since can pass again, and newcomers start at 0. It needs K sequences that
-    memory can hold at every step.
+    R is the ceiling, a the rate, N the most sequences runnable at once, K those decoded in every step.
+    Once a w > R no sequence decoded since can overtake it, and new ones start at 0. It requires that memory suffices
+    for K sequences at every step.
     """
     slack = 1e-6  # relative: float32 priorities may tie where the formula has a winner
-    return math.floor(ceiling / rate * (1.0 + slack)) + 1 + (num_runnable - 1) // served_per_step
+    return math.floor(ceiling / rate * (1.0 + slack)) + 1 + (num_runnable - 1) // decoded_per_step

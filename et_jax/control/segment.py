@@ -1,4 +1,4 @@
-"""What is seen of a segment of a prompt before its attention is worked out, from summaries of the pages before it.
+"""Estimates of a prompt segment's attention from the summaries of earlier pages, before it is computed.
 
 A segment is a run of prompt tokens whose queries share one list of blocks for each KV head.
 """
@@ -16,12 +16,12 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 @pytree
 class Segment:
-    """What a budget sees of one segment in one layer.
+    """What a budget reads of one segment in one layer.
 
-    `score` guesses how much each KV head's queries want a block (`observed`), times the model's `scale`, the 1/sqrt(d)
-    of its attention; `visible` are the blocks wholly before the segment, of `block_size` tokens each. `interval`
-    bounds the scores of any key of a block for any query of a group, over the groups `x`; None unless the budget needs
-    it. `layer` tells the layer, `index` how many segments of the prompt come before.
+    `score` estimates the attention of each KV head's queries to a block (`observed`), times the model's `scale`, the
+    1/sqrt(d) of its attention; `visible` masks the blocks entirely before the segment, of `block_size` tokens each.
+    `interval` bounds the scores of any key of a block for any query of a group, over the groups `x`; None unless the
+    budget needs it. `layer` is the layer's number, `index` the number of earlier segments of the prompt.
     """
 
     score: Float[Array, "k n"]
@@ -36,11 +36,11 @@ class Segment:
 def observed(
     q: Float[Array, "t k g d"], real: Bool[Array, " t"], key_min: Float[Array, "k n d"], key_max: Float[Array, "k n d"]
 ) -> Float[Array, "k n"]:
-    """Return how much the `real` queries of a segment want each block, unscaled: EntropyInfer's observation.
+    """Return the score of each block for the `real` queries of a segment, unscaled: EntropyInfer's observation.
 
         a = mean over the group of max(m . key_max, m . key_min),   m = (max q + min q) / 2, channel by channel
 
-    It guesses, and bounds nothing. 0 where no query is real.
+    An estimate, not a bound. 0 if no query is real.
     """
     high = jnp.max(q, axis=0, where=real[:, None, None, None], initial=-jnp.inf)
     low = jnp.min(q, axis=0, where=real[:, None, None, None], initial=jnp.inf)
@@ -63,7 +63,7 @@ def interval(
         sum_c min(m_c min_c, m_c max_c) - r_c |key|_c <= q . key <= sum_c max(m_c min_c, m_c max_c) + r_c |key|_c
 
     where |key| is the greatest size of a channel in the block. A group without a real query has the least float
-    for its upper ends: it asks for nothing.
+    as its upper ends, and so requires nothing.
     """
     t, k, g, d = q.shape
     padded = jnp.pad(q, ((0, -t % group), (0, 0), (0, 0), (0, 0))).reshape(-1, group, k, g, d)
@@ -101,5 +101,5 @@ def block_entropy(segment: Segment, *, printed: bool = False) -> Float[Array, " 
 
 
 def log_share(score: Float[Array, "k n"], visible: Bool[Array, " n"]) -> Float[Array, "k n"]:
-    """Return the log of the softmax of the scores over the visible blocks, far below all else for the others."""
+    """Return the log of the softmax of the scores over the visible blocks, a very low value for the others."""
     return log_softmax(jnp.where(visible, score, jnp.finfo(jnp.float32).min))

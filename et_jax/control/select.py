@@ -1,4 +1,4 @@
-"""The selectors: rules for which blocks of the cache a query reads."""
+"""The selectors, which choose the cache blocks that a query attends to."""
 
 import inspect
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class SinksWindow(Opens):
     window: Count = 256
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return both ends."""
+        """Return the sinks and the window."""
         return _ends(view, self.sinks, self.window)
 
 
@@ -68,9 +68,9 @@ def _ends(view: BlockView, sinks: Count, window: Count) -> Bool[Array, " n"]:
 class Guarded(Selector):
     """The blocks `selector` opens, those of the first `sinks` and last `window` tokens, and `min_blocks` at least.
 
-    A minimum is filled with the blocks of the greatest estimated mass (see `view.mass`), ties together. 0
-    switches a guard off. Opening more only adds to the mass read, so a certificate holds as before. The
-    defaults are a starting point; three blocks are Quest's least. Source: Entropic-Time Inference,
+    The minimum is filled with the blocks of greatest estimated mass (see `view.mass`), ties together. 0
+    turns a guard off. Opening more blocks only adds to the mass read, so a certificate stays valid. The
+    defaults are a starting point; three blocks are Quest's minimum. Source: Entropic-Time Inference,
     section 3.3 (minimum active-block budget).
     """
 
@@ -82,20 +82,20 @@ class Guarded(Selector):
     def __post_init__(self) -> None:
         object.__setattr__(self, "selector", as_selector(self.selector))
         if isinstance(self.min_blocks, int) and self.min_blocks == 0:
-            object.__setattr__(self, "min_blocks", None)  # a guard that is off costs nothing
+            object.__setattr__(self, "min_blocks", None)  # a disabled guard adds nothing to the program
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the selector within needs."""
+        """The needs of the wrapped selector."""
         return self.selector.needs
 
     @property
     def reads_all(self) -> bool:
-        """Whether the selector within reads all."""
+        """Whether the wrapped selector opens every block."""
         return self.selector.reads_all
 
     def choose(self, view: BlockView) -> Selection:
-        """Return what the selector within opens, and more."""
+        """Return what the wrapped selector opens, plus the guarded blocks."""
         chosen = self.selector.choose(view)
         opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
         if self.min_blocks is not None:
@@ -107,10 +107,10 @@ class Guarded(Selector):
 
 @value
 class PerHead(Selector):
-    """What `selector` opens where `rule` has given every query head a tolerance of its own.
+    """The wrapped `selector` with a tolerance per query head, set by `rule`.
 
-    For the selectors that go by a tolerance: `TopMass`, `ActiveSet`, `Certified` and `ExpectedError`. What
-    one proves it proves of each head for its own tolerance.
+    For the selectors that use a tolerance: `TopMass`, `ActiveSet`, `Certified` and `ExpectedError`. A
+    certificate holds for each head at its own tolerance.
     """
 
     selector: AnySelector
@@ -122,60 +122,60 @@ class PerHead(Selector):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the selector within needs."""
+        """The needs of the wrapped selector and of the rule."""
         return self.selector.needs | needs_of(getattr(self.rule, "function", self.rule))
 
     @property
     def reads_all(self) -> bool:
-        """Whether the selector within reads all."""
+        """Whether the wrapped selector opens every block."""
         return self.selector.reads_all
 
     def choose(self, view: BlockView) -> Selection:
-        """Return what the selector within opens. Raises ValueError where the rule gives no tolerance a head."""
+        """Return what the wrapped selector opens. Raises ValueError unless the rule returns a tolerance per head."""
         each = one_like(view.head_tolerance, self.rule(view), f"The rule {name_of(self.rule)} returns")
         return self.selector.choose(replace(view, head_tolerance=each))
 
 
 @value
 class Quest(Opens):
-    """The `num_blocks` blocks with the greatest possible score: max over the group of sum_c max(q_c min_c, q_c max_c).
+    """The `num_blocks` blocks of the greatest upper bound: max over the group of sum_c max(q_c min_c, q_c max_c).
 
-    A fixed budget: it certifies nothing and ignores the tolerance. Ties at the last place are all read.
+    A fixed budget without a certificate; ignores the tolerance. Ties at the last place are all read.
     Source: Quest (Tang et al. 2024).
     """
 
     num_blocks: Count
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return the blocks of the greatest upper ends."""
+        """Return the blocks of greatest upper bound."""
         return _most(jnp.max(view.score.high, axis=0), self.num_blocks, view)
 
 
 def _most(score: Float[Array, " n"], num_blocks: Count, view: BlockView) -> Bool[Array, " n"]:
-    """Return the `num_blocks` held blocks with the greatest score, or all where fewer are held; ties together."""
-    held = view.num_tokens > 0
-    score = jnp.where(held, score, -jnp.inf)[None]
-    return above_threshold(score, lambda opened: jnp.sum(opened & held, axis=-1) >= num_blocks)[0] & held
+    """Return the `num_blocks` valid blocks of greatest score, or all if there are fewer; ties together."""
+    valid = view.num_tokens > 0
+    score = jnp.where(valid, score, -jnp.inf)[None]
+    return above_threshold(score, lambda opened: jnp.sum(opened & valid, axis=-1) >= num_blocks)[0] & valid
 
 
 @value
 class TopMass(Opens):
     """The fewest blocks that leave at most the tolerance of the estimated mass unread, for every query head.
 
-    The estimate takes a block's keys for their mean, so nothing is certified. The tail, which is read in any
-    case, counts as read. Ties open together; tolerance 0 opens everything. Source: the top-p of Twilight (Lin
+    The estimate replaces a block's keys by their mean, so nothing is certified. The tail is always read
+    and counts as read. Ties open together; tolerance 0 opens everything. Source: the top-p of Twilight (Lin
     et al. 2025), over blocks.
     """
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return the blocks of the greatest estimated mass."""
+        """Return the blocks of greatest estimated mass."""
         return fewest(view, mass(view))
 
 
 def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
-    """Return the fewest blocks without which every query head pays at most its tolerance, the tail aside.
+    """Return the fewest blocks such that the price of the unread ones is at most the tolerance of every query head.
 
-    `price` is what a block costs that is not read, at least 0. The tail is read, what costs nothing is not. Ties open
+    `price` is the cost of leaving a block unread, at least 0. The tail is always read, free blocks never. Ties open
     together; tolerance 0 opens everything.
     """
     read = tail(view)
@@ -189,18 +189,18 @@ def fewest(view: BlockView, price: Float[Array, "g n"]) -> Bool[Array, " n"]:
 
 
 Alpha = Callable[[BlockView], Float[Array, "g n"]]
-"""What stands for the share of attention mass that each query head has in each block."""
+"""An estimate of the share of attention mass that each query head has in each block."""
 
 
 @value
 class ActiveSet(Selector):
     """The blocks with E_b > theta for some query head, theta = `tolerance`: the active set as printed.
 
-    `contribution` chooses what stands in for the surprisal in E_b = sum_{i in b} alpha_i s(v_i), and so
-    the unit of theta; `alpha` what stands in for attention's share of mass: `view.greater_mass` of what blocks last had
-    and what their boxes promise, `view.coded_mass` by 8-bit keys, which are read for it, or `view.mass` by mean keys,
-    which loses answers. theta 0 opens everything, and so does every `look_every`-th token: what is last known of long
-    ago is known anew. Source: Entropic-Time Inference, section 3.2.
+    `contribution` estimates E_b = sum_{i in b} alpha_i s(v_i), and sets
+    the unit of theta; `alpha` estimates the share of attention mass: `view.greater_mass` from the last known masses
+    and the boxes of the blocks, `view.coded_mass` from 8-bit keys, which it reads, or `view.mass` from mean keys,
+    which loses answers. theta 0 opens everything, and so does every `look_every`-th token, which renews the last known
+    masses. Source: Entropic-Time Inference, section 3.2.
     """
 
     contribution: Contribution = static(default=influence)
@@ -218,11 +218,11 @@ class ActiveSet(Selector):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the contribution and alpha need, and the summaries."""
+        """The needs of the contribution and of alpha, and the summaries."""
         return SUMMARIES | needs_of(self.contribution) | needs_of(self.alpha)
 
     def choose(self, view: BlockView) -> Selection:
-        """Return the blocks above the threshold, and alpha, or the best guess at masses where codes allow a better."""
+        """Return the blocks above the threshold, and an estimate of masses: alpha, or from codes if there are any."""
         tolerance, share = view.head_tolerance, self.alpha(view)
         opened = jnp.any(self.contribution(view, share) > tolerance[:, None], axis=0) | jnp.any(tolerance <= 0)
         if self.look_every is not None:
@@ -239,12 +239,12 @@ MassBounds = Callable[[BlockView], bounds.Interval]
 
 
 def box_bounds(view: BlockView) -> bounds.Interval:
-    """Return the bounds that a page's box alone allows."""
+    """Return the bounds from a page's box alone."""
     return bounds.box_mass(view.score, view.num_tokens)
 
 
 def chord_bounds(view: BlockView) -> bounds.Interval:
-    """Return the sharpest bounds that a page's box and mean key allow: chord above, Jensen below."""
+    """Return the tightest bounds from a page's box and mean key: chord above, Jensen below."""
     if view.mean_score is None:
         return bounds.chord_mass(view.score, view.middle, view.num_tokens)
     low, high = (
@@ -255,22 +255,24 @@ def chord_bounds(view: BlockView) -> bounds.Interval:
 
 @needing("codes")
 def coded_bounds(view: BlockView) -> bounds.Interval:
-    """Return the bounds that 8-bit copies of the keys allow, nearly the truth, at half the bytes of bfloat16 keys."""
+    """Return the bounds from 8-bit copies of the keys, nearly exact, at half the bytes of bfloat16 keys."""
     if view.coded is None:
-        raise ValueError("coded_bounds: this view has no key codes; a selector that reads them says so by `needing`.")
+        raise ValueError(
+            "coded_bounds: no key codes in this view; a selector that reads them declares it by `needing`."
+        )
     return view.coded
 
 
 @value
 class Certified(Selector):
-    """Blocks that provably hold all but the tolerance of every query head's attention mass.
+    """Blocks that provably have all but the tolerance of every query head's attention mass.
 
     Opens blocks by their upper bound U_b until U_D <= eps / (1 - eps) L_S, with U_D the sum over closed
-    blocks and L_S that of the lower bounds over opened ones: then the mass left unread is at most
-    U_D / (Z_S + U_D) <= eps. Where the bounds are too wide to prove it, everything is opened. `slack`, in
-    nats, widens both bounds against rounding. The tail is read in any case, so it counts in L_S, at its own
+    blocks and L_S that of the lower bounds over opened ones: then the unread mass is at most
+    U_D / (Z_S + U_D) <= eps. If the bounds are too wide to prove it, everything is opened. `slack`, in
+    nats, widens both bounds against rounding. The tail is always read, so it counts in L_S, at its own
     mass. Ties open together; tolerance 0 opens everything. It holds for the query and the stored keys of this
-    head and step, each head for its own tolerance, and says nothing of the step's output.
+    head and step, each head at its own tolerance, and not for the step's output.
     """
 
     mass_bounds: MassBounds = static(default=chord_bounds)
@@ -278,15 +280,15 @@ class Certified(Selector):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the bounds need, and the summaries."""
+        """The needs of the bounds, and the summaries."""
         return SUMMARIES | needs_of(self.mass_bounds)
 
     def choose(self, view: BlockView) -> Selection:
-        """Return blocks enough for the proof, and the bounds it rests on."""
+        """Return the blocks of the proof, and the bounds that it uses."""
         log, slack, eps, ends = self.mass_bounds(view), self.slack, view.head_tolerance, tail(view)
         log = bounds.Interval(low=exact_at_tail(view, log.low), high=exact_at_tail(view, log.high))
-        # Both are taken over the greatest lower bound: over the greatest upper one, which may be 100 nats above
-        # anything provable, they would round to 0, and 0 left against 0 read would pass for a proof.
+        # Both are scaled by the greatest lower bound: scaled by the greatest upper one, which may be 100 nats
+        # greater, they would round to 0, and 0 unread against 0 read would pass for a proof.
         least = jnp.max(log.low, axis=-1, keepdims=True)
         least = jnp.where(jnp.isfinite(least), least, 0.0)
         upper, lower = jnp.exp(jnp.minimum(log.high + slack - least, 80.0)), jnp.exp(log.low - slack - least)

@@ -1,4 +1,4 @@
-"""What chooses the blocks of the cache that a query reads, what it answers, and which functions may stand for one."""
+"""The interface of selectors, which choose the blocks that a query reads, and wrapping of plain functions as one."""
 
 from collections.abc import Callable
 
@@ -12,10 +12,10 @@ from et_jax.types import pytree, static, value
 
 @pytree
 class Selection:
-    """The blocks to read, and what is thought of each block's attention mass: logs, per query head, in nats.
+    """The blocks to read, and what is known of each block's attention mass: logs, per query head, in nats.
 
-    `upper` is certain, and None where the selector knows no bound; `estimate` is a guess: at e^(q . key) summed over a
-    block, or, where it is of `shares`, at its share of all the mass.
+    `upper` is a certain bound, or None; `estimate` is an estimate of the log-sum-exp of q . key over a
+    block, or, with `shares`, of the log of its share of the total mass.
     """
 
     opened: Bool[Array, "*b n"]
@@ -25,20 +25,20 @@ class Selection:
 
 
 SUMMARIES: frozenset[Need] = frozenset({"summaries"})
-"""What a selector needs that does not say otherwise."""
+"""What a selector needs by default."""
 
 
 class Selector:
     """Chooses blocks from a `BlockView`. Derive from it, as a `value`, for a selector with numbers.
 
-    The block being written is read whatever a selector says, and blocks a sequence does not hold never
-    are. `needs` says what the cache must keep for it; `reads_all` promises that every block is opened,
-    which lets the step skip the summaries.
+    The block being written is always read, and blocks without tokens never are. `needs` declares what the cache must
+    store for it; `reads_all` promises that every block is opened,
+    so that the step skips the summaries.
     """
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the cache must keep."""
+        """What the cache must store."""
         return SUMMARIES
 
     @property
@@ -47,7 +47,7 @@ class Selector:
         return False
 
     def choose(self, view: BlockView) -> Selection:
-        """Return the blocks to read, and what is thought of their masses."""
+        """Return the blocks to read, and the estimates of their masses."""
         raise NotImplementedError
 
     def __call__(self, view: BlockView) -> Bool[Array, " n"]:
@@ -56,7 +56,7 @@ class Selector:
 
 
 def selection(selector: Selector, view: BlockView) -> Selection:
-    """Return what a selector chooses. Raises ValueError, naming it, where that is no `Selection` of the view's form."""
+    """Return what a selector chooses. Raises ValueError, naming it, unless it is a `Selection` of the view's shape."""
     chosen, said = selector.choose(view), f"The selector {name_of(selector)}"
     if not isinstance(chosen, Selection):
         raise ValueError(f"{said} chooses {described(chosen)}; its choose must return a Selection.")
@@ -72,26 +72,26 @@ def selection(selector: Selector, view: BlockView) -> Selection:
 
 Mask = Callable[[BlockView], Bool[Array, " n"]]
 AnySelector = Selector | Mask
-"""A plain function from a view to a mask, True meaning read, serves where a selector is wanted."""
+"""A selector, or a plain function from a view to a mask, True meaning read."""
 
 
 class Opens(Selector):
-    """A selector that knows which blocks to open and nothing of their masses."""
+    """A selector that opens blocks without estimating their masses."""
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks to read."""
         raise NotImplementedError
 
     def choose(self, view: BlockView) -> Selection:
-        """Return the blocks to read, and the best guess at their masses."""
+        """Return the blocks to read, and the default estimate of their masses."""
         return Selection(opened=self.opened(view), estimate=likeliest_log_mass(view), upper=None)
 
 
 @value
 class MaskSelector(Opens):
-    """Opens what a function or a value with numbers answers, which says by `needs` what it reads besides the summaries.
+    """Opens the blocks of a mask function or callable value, whose `needs` lists what it reads besides the summaries.
 
-    For a plain function that is `view.needing`.
+    A plain function declares it with `view.needing`.
     """
 
     mask: Mask
@@ -101,18 +101,18 @@ class MaskSelector(Opens):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the mask needs, and the summaries."""
+        """The needs of the mask, and the summaries."""
         return SUMMARIES | needs_of(getattr(self.mask, "function", self.mask))
 
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
-        """Return the mask. Raises ValueError where it is none over the blocks."""
+        """Return the mask. Raises ValueError if its shape is not that of the blocks."""
         return one_like(
             jnp.zeros(view.start.shape, bool), self.mask(view), f"The selector {name_of(self.mask)} returns"
         )
 
 
 def as_selector(selector: AnySelector) -> Selector:
-    """Return a selector as it is, or the one that opens what a plain function answers.
+    """Return a selector unchanged, or a plain function wrapped as one.
 
     Raises ValueError for anything else.
     """

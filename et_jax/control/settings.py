@@ -1,4 +1,4 @@
-"""Numbers of a controller changed by name: what a request may set for itself, in the program that runs."""
+"""Changes to the numbers of a controller by name, which a request may make without recompiling."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ from et_jax.io.values import shown
 
 
 def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Controller:
-    """Return the controller with some of its numbers changed by name, to run in the same program.
+    """Return the controller with some numbers changed by name, for the same compiled program.
 
-    Of a preset these are its knobs, checked as there. Of any controller they are the numbers of its laws, rules and
-    selectors by the names of their fields; all of one name change together.
+    A preset accepts its knobs, with the same checks. Any controller accepts the numeric fields of its laws, rules and
+    selectors; all fields of one name change together.
 
-    Raises UsageError for a name that the controller does not have, a value that does not fit, and a change
-    that takes another program, such as a thermostat where there is none.
+    Raises UsageError for a name that the controller does not have, an invalid value, and a change
+    that requires another program, such as a thermostat where there is none.
     """
     names = sorted(_names(controller) | set(() if controller.preset is None else KNOBS))
     for name in changes:
@@ -33,7 +33,7 @@ def adjusted(controller: Controller, changes: Mapping[str, int | float]) -> Cont
         raise UsageError(f"control does not fit ({error}); choose other numbers.") from error
     if jax.tree.structure(changed) != jax.tree.structure(controller):
         raise UsageError(
-            f"control sets {', '.join(changes)}, which takes another program than the one loaded; "
+            f"control sets {', '.join(changes)}, which requires another compiled program than the loaded one; "
             "load the model with such a control, and requests may change its numbers."
         )
     return changed
@@ -50,7 +50,7 @@ def _changed(controller: Controller, changes: Mapping[str, int | float]) -> Cont
 
 
 def _values(tree: Any) -> Iterator[Any]:
-    """Yield every value in the tree, itself included."""
+    """Yield every dataclass and tuple member in the tree, the root included."""
     if isinstance(tree, tuple):
         for one in tree:
             yield from _values(one)
@@ -65,13 +65,13 @@ def _is_number(field: dataclasses.Field, given: Any) -> bool:
 
 
 def _names(tree: Any) -> set[str]:
-    """The names of all numbers that may be set."""
+    """Return the names of all numbers that may be set."""
     each = ((field, getattr(one, field.name)) for one in _values(tree) for field in dataclasses.fields(one))
     return {field.name for field, given in each if _is_number(field, given)}
 
 
 def _with(tree: Any, name: str, given: int | float) -> Any:
-    """The tree with every number of that name changed; what is worked out of it is worked out again."""
+    """Return the tree with every number of that name changed; derived fields are computed again."""
     if isinstance(tree, tuple):
         return tuple(_with(one, name, given) for one in tree)
     if not dataclasses.is_dataclass(tree):

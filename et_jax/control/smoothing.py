@@ -1,4 +1,4 @@
-"""Filters on what a law sees."""
+"""Filters on the signals that a law reads."""
 
 from et_jax.control.base import ControlState, Law, Signals
 from et_jax.types import Number, replace, value

@@ -1,7 +1,7 @@
-"""Which of two models speaks next, by the entropy of their predictions: Entropy Adaptive Decoding (Simonds 2025).
+"""Which of two models produces the next token, by the entropy of their predictions (Simonds 2025).
 
-A small model speaks while it is certain, the model itself where the small one is not. Entropies are in nats here, at
-temperature 1, where the paper counts bits: its 0.25 bits are 0.173 nats.
+In Entropy Adaptive Decoding the small model is active while it is certain, else the large one. Entropies are in nats,
+at temperature 1; the paper uses bits: its 0.25 bits are 0.173 nats.
 """
 
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ MODEL, SMALL = 0, 1
 
 @pytree
 class SwitchState:
-    """Who speaks in a sequence, `MODEL` or `SMALL`, and what the switch remembers.
+    """The active model of a sequence, `MODEL` or `SMALL`, and the state of the switch.
 
-    `window` are the latest entropies of the active model, newest first, NaN where there were none; `since` counts the
-    tokens since the speaker changed.
+    `window` has the latest entropies of the active model, newest first, NaN where there were none; `since` counts the
+    tokens since the active model changed.
     """
 
     speaker: Int[Array, "*b"]
@@ -26,28 +26,28 @@ class SwitchState:
 
 
 class Switch:
-    """Decides who speaks. Derive from it, as a `value`; both decisions concern one sequence."""
+    """Chooses the active model. Derive from it, as a `value`; both methods concern one sequence."""
 
     def started(self) -> SwitchState:
         """Return the state before the first token."""
         raise NotImplementedError
 
     def before(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
-        """Return the state when the entropy is known and nothing sampled: a new speaker predicts the token anew."""
+        """Return the state before sampling, given the entropy; if the model changes, it predicts the token again."""
         return state
 
     def after(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
-        """Return the state after a token, sampled from a prediction of this entropy."""
+        """Return the state after a token that was sampled from a prediction of this entropy."""
         raise NotImplementedError
 
 
 @value
 class AsPrinted(Switch):
-    """The switch as the paper prints it.
+    """The switch as printed in the paper.
 
-    After each token the mean of the last `window` entropies, of whichever model, is compared with `tau`: above it the
-    model is active, up to it the small one. The active model writes at least `least` tokens before the other may become
-    active. The token whose entropy passes tau is the small model's all the same.
+    After each token the mean of the last `window` entropies, of either model, is compared with `tau`: above it the
+    large model becomes active, else the small one. The large model produces at least `least` tokens before the small
+    one may become active. The token whose entropy exceeds tau is still the small model's.
     """
 
     tau: Number
@@ -55,25 +55,27 @@ class AsPrinted(Switch):
     least: Count = 10
 
     def started(self) -> SwitchState:
-        """Return the small model as the speaker."""
+        """Return the small model as active."""
         return _begun(self.window, since=0)
 
     def after(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
         """Return the state after a token."""
-        noted = replace(state, window=_noted(state, entropy), since=state.since + 1)
-        mean = jnp.nanmean(noted.window)
+        recorded = replace(state, window=_window_with(state, entropy), since=state.since + 1)
+        mean = jnp.nanmean(recorded.window)
         wanted = jnp.where(mean > self.tau, MODEL, SMALL)
-        turns = (noted.since >= self.least) & (wanted != state.speaker)
-        return replace(noted, speaker=jnp.where(turns, wanted, state.speaker), since=jnp.where(turns, 0, noted.since))
+        turns = (recorded.since >= self.least) & (wanted != state.speaker)
+        return replace(
+            recorded, speaker=jnp.where(turns, wanted, state.speaker), since=jnp.where(turns, 0, recorded.since)
+        )
 
 
 @value
 class Hysteresis(Switch):
-    """A switch that mixes no entropies of two models, and lets the model say the very token that the small one doubts.
+    """A switch that averages entropies of one model only, and lets the large model produce the uncertain token itself.
 
-    The small model hands over before it says a token, where the mean of its last `window` entropies passes `tau`; the
-    model hands back once the mean of its own is at most `low` times tau. A change empties the window. A speaker says
-    `least` tokens before it may change, but for the first.
+    The small model hands over before a token is sampled if the mean of its last `window` entropies exceeds `tau`; the
+    large model hands back once the mean of its own is at most `low` times tau. A change empties the window. A model
+    produces `least` tokens before it may change, except the first.
     """
 
     tau: Number
@@ -82,19 +84,19 @@ class Hysteresis(Switch):
     least: Count = 10
 
     def started(self) -> SwitchState:
-        """Return the small model as the speaker, which may hand over at once."""
+        """Return the small model as active, which may hand over at once."""
         return _begun(self.window, since=self.least)
 
     def before(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
-        """Hand over where the small model has become uncertain."""
-        doubts = jnp.nanmean(_noted(state, entropy)) > self.tau
+        """Hand over if the small model has become uncertain."""
+        doubts = jnp.nanmean(_window_with(state, entropy)) > self.tau
         return _turned(state, (state.speaker == SMALL) & (state.since >= self.least) & doubts)
 
     def after(self, state: SwitchState, entropy: Float[Array, ""]) -> SwitchState:
-        """Hand back where the model has become certain."""
-        noted = replace(state, window=_noted(state, entropy), since=state.since + 1)
-        certain = jnp.nanmean(noted.window) <= self.low * self.tau
-        return _turned(noted, (state.speaker == MODEL) & (noted.since >= self.least) & certain)
+        """Hand back if the large model has become certain."""
+        recorded = replace(state, window=_window_with(state, entropy), since=state.since + 1)
+        certain = jnp.nanmean(recorded.window) <= self.low * self.tau
+        return _turned(recorded, (state.speaker == MODEL) & (recorded.since >= self.least) & certain)
 
 
 def _begun(window: int, since: Count) -> SwitchState:
@@ -105,12 +107,12 @@ def _begun(window: int, since: Count) -> SwitchState:
     )
 
 
-def _noted(state: SwitchState, entropy: Float[Array, ""]) -> Float[Array, " w"]:
+def _window_with(state: SwitchState, entropy: Float[Array, ""]) -> Float[Array, " w"]:
     return jnp.concatenate([entropy[None], state.window[:-1]])
 
 
 def _turned(state: SwitchState, turns: Array) -> SwitchState:
-    """The state with the other speaker and an empty window, where it turns."""
+    """Return the state with the other model active and an empty window, if it turns."""
     return SwitchState(
         speaker=jnp.where(turns, 1 - state.speaker, state.speaker),
         window=jnp.where(turns, jnp.nan, state.window),

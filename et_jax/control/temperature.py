@@ -1,6 +1,6 @@
-"""How warm the next token is sampled: laws, which act on the token after the one they measured.
+"""Temperature laws, which set the temperature of the token after the one they measured.
 
-See `temperature_rules.py` for rules, which act on the very token they measure.
+See `temperature_rules.py` for rules, which set the temperature of the token they measure.
 """
 
 import jax.numpy as jnp
@@ -26,9 +26,9 @@ class Thermostat(Law):
 
     The sign is negative: above the target it cools. With x = log T the slope dH/dx is the varentropy V,
     so the loop contracts while gain * V < 2; the greatest varentropy of any distribution over 128k
-    tokens is 35.6 nats^2, so a gain below 0.056 is stable for all logits. It feeds on the tempered
-    entropy alone: the raw one stays free to drive the clock. With `high` the request's own temperature
-    it only ever cools. Source: Entropic-Time Inference, section 3.3, equation (1).
+    tokens is 35.6 nats^2, so a gain below 0.056 is stable for all logits. It reads only the tempered
+    entropy; the raw one remains an independent signal for the clock. If `high` is the request's own temperature
+    it only cools. Source: Entropic-Time Inference, section 3.3, equation (1).
     """
 
     target_entropy: Number
@@ -48,9 +48,9 @@ class Thermostat(Law):
 class DampedThermostat(Law):
     """The thermostat with gain min(gain, 1 / max(V_T, least_varentropy)), V_T the tempered varentropy in nats^2.
 
-    A Newton step on log T, never past the target by linear prediction, so gain * V <= 1 at every token
-    and a large gain does not make it cycle. `least_varentropy` bounds the step where entropy barely
-    answers to temperature.
+    A Newton step on log T, which never passes the target by linear prediction, so gain * V <= 1 at every token
+    and a large gain does not cause a cycle. `least_varentropy` bounds the step if entropy barely
+    depends on temperature.
     """
 
     target_entropy: Number
@@ -73,8 +73,8 @@ class Mirostat2(Law):
     """Mirostat's second version: cap_{t+1} = cap_t - rate (S_t - target), S_t the raw surprisal in nats.
 
     Tokens whose surprisal exceeds the cap are not sampled; the cap starts at twice the target. As printed
-    nothing bounds the cap, and while even the likeliest token surprises more than the target it falls
-    below zero; wrap it in `guards.Clipped` to keep it within reach. `rate` is a pure number and 0.1 the
+    nothing bounds the cap, and while even the likeliest token has a greater surprisal than the target it falls
+    below zero; wrap it in `guards.Clipped` to bound it. `rate` is dimensionless and 0.1 the
     authors' value; their target of 5 bits is 3.47 nats. Source: Basu et al., Mirostat, ICLR 2021.
     """
 

@@ -1,7 +1,7 @@
-"""How warm this very token is sampled: rules, which probe the entropy of the logits at hand.
+"""Temperature rules, which set the temperature of the current token and may probe the entropy of its logits.
 
-`state.temperature` is what the laws have set, the request's own where no law moves it; a rule starts
-from it and never stores what it returns. A probe costs a pass over the vocabulary.
+`state.temperature` is set by the laws, or is the request's own without a law; a rule starts
+from it and does not store its result. A probe costs a pass over the vocabulary.
 """
 
 import math
@@ -15,7 +15,7 @@ from et_jax.types import Number, derived, static, value
 
 
 def _set_logs(rule: "Newton | Solve") -> None:
-    """Work out the bounds of log T."""
+    """Set the bounds of log T."""
     if not 0 < rule.low <= rule.high:
         raise ValueError(f"{type(rule).__name__}: low is {rule.low}; it must be above 0 and at most high = {rule.high}")
     object.__setattr__(rule, "log_low", math.log(rule.low))
@@ -56,10 +56,10 @@ class Newton:
 
 @value
 class Solve:
-    """The T in [low, high] at which these logits have H(T) = target, in nats; else the bound nearer to it.
+    """The T in [low, high] at which these logits have H(T) = target, in nats; else the nearer bound.
 
     Entropy rises with temperature, so the root is unique. Newton on log T with the varentropy as slope,
-    kept in the bracket that the probes so far have left; a step that is not half the last gives way to
+    clipped to the current bracket; a step longer than half the last is replaced by
     bisection. Each of `num_steps` steps costs a probe.
     """
 
@@ -96,8 +96,8 @@ class Solve:
 class EDT:
     """T = T_0 base^(theta / H), T_0 = `state.temperature` and H the raw entropy of these logits, in nats.
 
-    Feed-forward, and the other way round from the thermostat: it warms where the model is unsure and
-    goes to 0, greedy, where it is certain. `theta` is in nats; `base` 0.8 is the authors'. Source:
+    Feed-forward, with the opposite sign of the thermostat: it warms if the model is uncertain and
+    approaches 0, greedy, if it is certain. `theta` is in nats; `base` 0.8 is the authors'. Source:
     Zhang et al., EDT, 2024.
     """
 
@@ -112,9 +112,9 @@ class EDT:
 
 @value
 class CoolOnly:
-    """The temperature of `rule`, but never above `state.temperature`.
+    """The temperature of `rule`, but at most `state.temperature`.
 
-    Holding entropy at a target heats tokens of which the model is certain; a one-sided rule does not.
+    A fixed entropy target heats tokens of which the model is certain; a one-sided rule does not.
     """
 
     rule: TemperatureRule

@@ -1,4 +1,4 @@
-"""The kernels that run a model: the best there are, and why better ones do not."""
+"""The kernels that run a model: the best supported ones, and why better ones are not supported."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +25,9 @@ from et_jax.types import replace
 def serving_backend(
     model: ModelShape, page_size: int, dtype: DTypeLike, cache_dtype: DTypeLike, first: str | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the best attention backend, from `first` on, that serves this model's shapes, and why better ones do not.
+    """Return the best attention backend, from `first` on, that supports this model, and the refusals of better ones.
 
-    Queries have `dtype` and pages `cache_dtype`. By default `first` is the best there is here.
+    Queries have `dtype` and pages `cache_dtype`. The default `first` is the best one for this device.
     """
     return _first_to_serve(partial(_trace_attention, model, page_size, dtype, cache_dtype), first or pick())
 
@@ -35,7 +35,7 @@ def serving_backend(
 def scoring_backend(
     model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, attention: str
 ) -> tuple[str, tuple[str, ...]]:
-    """Return what scores this model's blocks and why no better one: the backend of attention, or the best that can."""
+    """Return the backend that scores this model's blocks, that of attention or a fallback, and the refusals."""
     return _first_to_serve(partial(trace_scores, model, page_size, dtype, key_codes), attention)
 
 
@@ -44,7 +44,7 @@ def left_to_xla(
 ) -> dict[str, tuple[str, ...]]:
     """Return the operations of a selector that XLA runs between kernels on a GPU, by the reason why no kernel does.
 
-    Nothing is returned for a CPU or a TPU, where XLA runs all of them. "all" stands for all operations.
+    Empty for a CPU or a TPU, where XLA runs all of them. "all" stands for all operations.
     """
     if selector.reads_all or platform() != "gpu":
         return {}
@@ -75,9 +75,9 @@ def left_to_xla(
 
 
 def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[str, ...]]:
-    """The first backend, from `name` on in order of preference, that does not refuse; and the refusals.
+    """Return the first backend, from `name` on in order of preference, that does not refuse; and the refusals.
 
-    That of XLA refuses nothing, so that it is not tried out.
+    XLA's refuses nothing, so it is not tried.
     """
     names, refusals = list(NAMES), []
     while True:
@@ -95,7 +95,7 @@ def _first_to_serve(trace: Callable[[str], Any], name: str) -> tuple[str, tuple[
 def _trace_attention(
     model: ModelShape, page_size: int, dtype: DTypeLike, cache_dtype: DTypeLike, backend: str
 ) -> list[Array]:
-    """Both ops on one row and one page, in every kind of layer there is."""
+    """Trace both ops on one row and one page, for every kind of layer."""
     integers = partial(jnp.zeros, dtype=jnp.int32)
     layer, *_ = kv.empty(1, model.num_kv_heads, model.head_dim, 2, page_size, cache_dtype, summaries=False).layers
     queries = jnp.zeros((1, page_size, model.num_heads, model.head_dim), dtype)

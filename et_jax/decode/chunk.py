@@ -1,4 +1,4 @@
-"""A chunk: tokens to be written into the caches of their slots, and read from there."""
+"""A chunk: tokens that are written into the caches of their slots, and attend to them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,10 +9,10 @@ from et_jax.types import pytree
 
 @pytree
 class Places:
-    """Where the token of every row lies, the same in all layers: a loop over layers works out anew what is in it.
+    """The page of every row's token, the same in all layers: computed before a loop over layers, which would repeat it.
 
-    `wide` is the page table with the null page up to the width that selectors see. `last` is the page of the row's last
-    token, `full` the same where that token fills it, else the null page.
+    `wide` is the page table padded with the null page to the width of selectors. `last` is the page of the row's last
+    token, `full` the same if that token fills it, else the null page.
     """
 
     wide: Int[Array, "r m"]
@@ -22,16 +22,16 @@ class Places:
 
 @pytree
 class Chunk:
-    """Tokens to follow what their slots hold: in every row the first `count` of `token`, the rest padding.
+    """New tokens of slots: in every row the first `count` of `token`, the rest padding.
 
-    The first stands at `position` of its text and at `start` of the cache of its `slot`, whose pages are `table`;
-    `slot` None says that rows are the slots in order. Rows of one slot stand in order, and it holds `end` tokens once
-    all are written; a token sees those up to itself. `at[i, j]` is the row of the j-th token of the i-th slot, where
-    there is none its first row; None says that no two rows are read together.
+    The first is at `position` of its sequence and at `start` of the cache of its `slot`, whose pages are `table`;
+    `slot` None means that rows are the slots in order. Rows of one slot are in order, and it has `end` tokens once
+    all are written; a token attends up to itself. `at[i, j]` is the row of the j-th token of the i-th slot, or the
+    slot's first row if there is none; None means that no two rows are read together.
 
-    Of a layer that shares its pages with others, `turn` is its place among them, and what `table` numbers in the pages
-    of all, `own_table` does in its own. `seen` are the `lengths`, where they were worked out before the layers.
-    `places` are worked out before them on a GPU.
+    For a layer that shares its pages with others, `turn` is its index among them, `table` has page numbers
+    of the shared pages, and `own_table` those of the layer. `seen` are the `lengths`, if computed before the layers.
+    `places` are computed before them on a GPU.
     """
 
     slot: Int[Array, " r"] | None
@@ -54,12 +54,12 @@ class Chunk:
 
     @property
     def lengths(self) -> Int[Array, " r"]:
-        """The tokens that the last one of each row sees, itself included; 0 where a row has none."""
+        """The tokens that the last one of each row attends to, including itself; 0 for a row without tokens."""
         return jnp.where(self.count > 0, self.start + self.count, 0) if self.seen is None else self.seen
 
 
 def of_rows(rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"], at: Int[Array, "s u"] | None = None) -> Chunk:
-    """Return the chunk of one token that the rows of a step are; fields as those of `Chunk`."""
+    """Return the chunk of one token per row of a step; fields as in `Chunk`."""
     return Chunk(
         slot=rows.slot,
         table=table,

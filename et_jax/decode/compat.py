@@ -1,6 +1,6 @@
-"""What goes with what: one table of settings and laws that cannot work together, and the sentence of each refusal.
+"""One table of settings and laws that cannot work together, and the sentence of each refusal.
 
-Settings are read here from whoever has some: the engine's, a decoder's configuration, a control given for one call.
+It checks the settings of an engine, of a decoder's configuration, and of a control given for one call.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from et_jax.errors import UsageError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings that were given, by their names in `load`, and the laws that are to run under them.
+    """Given settings, by their names in `load`, and the laws that run under them.
 
-    `steers` tells whether one token decides what the next reads, and is asked only where that matters. Selectors have
-    the `needs`, besides those of the laws. Where a cache is compressed, heads keep different numbers of entries if it
-    `splits`, and `room` entries at the very most; a slot has `length` tokens. Drafts may be those of a `small_drafter`,
-    the model may be a `mixture` of experts. What is not known yet is None.
+    `steers` returns whether one token decides what the next reads, and is called only if it matters. Selectors have
+    the `needs`, besides those of the laws. In a compressed cache, heads keep different numbers of entries if it
+    `splits`, and at most `room` entries; a slot has `length` tokens. Drafts may be those of a `small_drafter`,
+    the model may be a `mixture` of experts. None means unknown.
     """
 
     given: Mapping[str, Any]
@@ -50,17 +50,17 @@ class Case:
 
     @property
     def selectors(self) -> tuple[Selector, ...]:
-        """The selectors of all layers; of a model that is not known yet, each of them."""
+        """The selectors of all layers; if the model is unknown, each distinct one."""
         return self.laws.selectors(self.num_layers or self.laws.dense_layers + 1)
 
     @property
     def by_surprisals(self) -> bool:
-        """Whether what is read depends on every token's surprisal."""
+        """Whether selection depends on every token's surprisal."""
         return "surprisals" in self.needs.union(*(selector.needs for selector in self.selectors))
 
     @property
     def chooses(self) -> bool:
-        """Whether blocks are chosen anywhere."""
+        """Whether any layer selects blocks."""
         return not all(selector.reads_all for selector in self.selectors)
 
 
@@ -68,16 +68,16 @@ class Case:
 class Row:
     """A `clash` of settings and laws, and the `sentence` that refuses it, with the names of settings in braces.
 
-    What is `idle` does no harm: it is refused where all is set, and not of a control that stands in for one call, which
-    may do without what serves the others.
+    An `idle` setting does no harm: it is refused when everything is set, but not for a control given for one call,
+    which need not use what the others use.
     """
 
     clash: Callable[[Case], bool]
     sentence: str
     idle: bool = False
 
-    def told(self, case: Case, spelled: Callable[[str], str]) -> str:
-        """Return the sentence, each setting `spelled` as its reader gave it."""
+    def described(self, case: Case, spelled: Callable[[str], str]) -> str:
+        """Return the sentence, with each setting `spelled` as the caller gave it."""
         return self.sentence.format(case=case, **{name: spelled(name) for name in _NAMES})
 
 
@@ -90,7 +90,7 @@ TABLE = (
     Row(
         lambda c: c.has("draft") and c.switches,
         "{draft} is for one model, and this control has two take turns; leave {draft} out, or choose another "
-        "control (the model that takes turns is named by {small}).",
+        "control ({small} names the model that takes turns).",
     ),
     Row(
         lambda c: c.has("draft") and c.has("small"),
@@ -103,16 +103,16 @@ TABLE = (
     ),
     Row(
         lambda c: c.has("draft") and c.laws.experts is not None and c.laws.experts.by_entropy,
-        "{draft} guesses tokens ahead, and by this rule for {experts} one token decides which the next goes to; leave "
-        "{draft} out, or choose mass.",
+        "{draft} guesses tokens ahead, and under this rule for {experts} one token decides the experts of the next; "
+        "leave {draft} out, or choose mass.",
     ),
     Row(
         lambda c: c.has("expert_share") and c.given.get("experts") not in SHARES,
-        "{expert_share} is a number of rules for experts; set {experts} to mass or entropy.",
+        "{expert_share} is a number of expert rules; set {experts} to mass or entropy.",
     ),
     Row(
         lambda c: c.laws.experts is not None and c.mixture is False,
-        "A rule for experts is for mixtures of them, and this model is none; leave {experts} out.",
+        "A rule for experts requires a mixture of experts, and this model is not one; leave {experts} out.",
     ),
     *(
         Row(
@@ -135,7 +135,7 @@ TABLE = (
     ),
     Row(
         lambda c: c.switches and c.by_surprisals,
-        "This control switches between two models and goes by surprisals, which a model that lags does not know; take "
+        "This control switches between two models and uses surprisals, which a model that lags behind lacks; choose "
         "another selector.",
     ),
     *(
@@ -154,35 +154,35 @@ TABLE = (
     ),
     Row(
         lambda c: c.has("cache_policy") and not c.has("cache_budget"),
-        "{cache_policy} says what a {cache_budget} keeps; set that too, to a number of tokens.",
+        "{cache_policy} selects what a {cache_budget} keeps; set that too, to a number of tokens.",
     ),
     Row(
         lambda c: c.has("cache_policy") and not isinstance(c.given["cache_budget"], int),
-        "{cache_budget} is a Compression, which has a policy of its own; leave out {cache_policy}.",
+        "{cache_budget} is a Compression, which has its own policy; leave out {cache_policy}.",
     ),
     Row(
         lambda c: c.has("cache_budget") and c.small_drafter,
-        "{cache_budget} forgets what a second model has in the same pages, and {draft} names one; leave out one or the "
+        "{cache_budget} drops entries of a second model in the same pages, and {draft} names one; leave out one or the "
         "other, or set {draft} to lookup, to self or to lookup+self.",
     ),
     Row(
         lambda c: c.has("cache_budget") and c.has("small"),
-        "{cache_budget} forgets what a second model has in the same pages, and {small} names one; leave out one or the "
+        "{cache_budget} drops entries of a second model in the same pages, and {small} names one; leave out one or the "
         "other.",
     ),
     Row(
         lambda c: c.has("cache_budget") and (c.laws.refresh_every > 1 or c.by_surprisals),
-        "{cache_budget} forgets tokens that this control goes by; leave it out, or choose another control.",
+        "{cache_budget} drops tokens that this control uses; leave it out, or choose another control.",
     ),
     Row(
         lambda c: c.splits and c.chooses,
-        "This control chooses blocks, and the policy of {cache_budget} has heads keep different numbers of them; take "
-        "latent, or another control.",
+        "This control selects blocks, and the policy of {cache_budget} lets heads keep different numbers of them; "
+        "choose latent, or another control.",
     ),
     Row(
         lambda c: c.room is not None and c.length is not None and c.room >= c.length,
         "{cache_budget} keeps {case.room} tokens and {max_model_len} is {case.length}, so that nothing would ever be "
-        "left out; lower {cache_budget}, or leave it out.",
+        "dropped; lower {cache_budget}, or leave it out.",
     ),
     Row(
         lambda c: c.parallel and (c.small_drafter or c.has("small")),
@@ -198,18 +198,18 @@ TABLE = (
         lambda c: (
             c.laws.budget is not None and c.given.get("prefill_batch", c.laws.budget.segment) < c.laws.budget.segment
         ),
-        "{prefill_batch} is {case.given[prefill_batch]}, and this control reads segments of {case.laws.budget.segment} "
-        "tokens whole; leave {prefill_batch} out, or raise it.",
+        "{prefill_batch} is {case.given[prefill_batch]}, and this control reads full segments of "
+        "{case.laws.budget.segment} tokens; leave {prefill_batch} out, or raise it.",
     ),
 )
-"""The first row that clashes is told."""
+"""The first row that clashes is reported."""
 
 
 def check(case: Case, *, for_one_call: bool = False) -> None:
-    """Raise UsageError, one sentence, where settings and laws do not go together."""
+    """Raise UsageError, one sentence, if settings and laws exclude each other."""
     for row in TABLE:
         if not (for_one_call and row.idle) and row.clash(case):
-            raise UsageError(row.told(case, str), on_command_line=row.told(case, flag))
+            raise UsageError(row.described(case, str), on_command_line=row.described(case, flag))
 
 
 def flag(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is fixed for the life of a decoder."""
+"""The configuration of a decoder, fixed for its life."""
 
 import dataclasses
 import itertools
@@ -28,11 +28,11 @@ from et_jax.models.stacks import compiler_options, stacks_of
 from et_jax.pallas.checks import EIGHT_BITS
 
 Keep = Literal["codes", "surprisals", "logits"]
-"""What a state may hold beyond what selectors need: 8-bit keys, every token's surprisal, every slot's last logits."""
+"""What a state may store beyond the needs of selectors: 8-bit keys, tokens' surprisals, slots' last logits."""
 
 
 class Variant(NamedTuple):
-    """What a program that decodes can do: its `rows` a step, whether it has drafts, and whether it `chooses` blocks."""
+    """The abilities of a decode program: its `rows` per step, whether it drafts, and whether it `chooses` blocks."""
 
     rows: int
     drafts: bool
@@ -41,26 +41,26 @@ class Variant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What is fixed for the life of a decoder; each field shapes the compiled programs.
+    """The configuration of a decoder, fixed for its life; each field shapes the compiled programs.
 
     `num_slots` sequences are resident, `batch` of them advance in a step. `max_length` tokens fit a
     slot. Prompts are prefilled `prefill_batch` tokens at a time, in chunks of `chunk` tokens, a multiple of
-    `page_size`, so that one call may hold chunks of several prompts. `max_steps` is the most one `decode`
+    `page_size`, so that one call may process chunks of several prompts. `max_steps` is the most one `decode`
     call can run. At most `num_logprobs` alternatives are reported with a token. `penalties` keeps token
-    counts. `backend` names the attention kernels. `calibration` is what was measured of the model.
-    `controller` gives the structure of all laws, and the numbers of requests that bring none of their own.
-    `keep` names what the state holds beyond what the controller's selectors need: "codes", "surprisals",
-    "logits", the last ones of every slot. `draft` says how tokens are drafted, None that none are; laws by
-    which one token sets what the next may read (`steers_reading`) leave nothing to draft. `others` are the models
-    beside it, of the same vocabulary: a small one that drafts, or speaks where the controller's `switch` says so; it
-    reads all that it has seen. With `lazy` prompts are read by the small model alone, and by the model when it first
-    speaks. With `audit` either model says of the other's words, as it catches up with them, which were likeliest to it
-    too; and under a budget the last query of each segment says how much of its attention was on the blocks read. A
-    budget's segments are chunks. `compression` says what `compress` keeps of a sequence's cache; None is all of it,
-    always. With `tell_reads` outputs tell what every layer and KV head read. Keys and values are kept in
-    `cache_dtype`, one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None where it is
-    the same. Matrices are held in the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Layers
-    that are alike may be `stacked`, in weights and caches (`models.stacks`). `mesh` is of the chips over which the
+    counts. `backend` names the attention kernels. `calibration` has measurements of the model.
+    `controller` has the structure of all laws, and the default numbers of requests.
+    `keep` names what the state stores beyond the needs of the controller's selectors: "codes", "surprisals",
+    "logits", the last ones of every slot. `draft` configures drafting, None disables it; laws by
+    which one token sets what the next may read (`steers_reading`) exclude drafts. `others` are the models
+    beside it, of the same vocabulary: a small one that drafts, or is active when the controller's `switch` selects it;
+    it uses full attention. With `lazy` only the small model reads prompts, the model reads them when it first
+    becomes active. With `audit` each model reports which of the other's tokens were its own likeliest ones when it
+    catches up with them; and under a budget the last query of each segment reports its attention mass on the blocks
+    read. A budget's segments are chunks. `compression` configures `compress`; None never compresses.
+    With `tell_reads` outputs report the blocks that every layer and KV head read. Keys and values are stored in
+    `cache_dtype`, possibly one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None if
+    it is the same. Matrices have the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Equal
+    layers may be `stacked`, in weights and caches (`models.stacks`). `mesh` has the chips over which the
     model is split (`models.sharding`), None for one chip.
     """
 
@@ -100,7 +100,7 @@ class DecoderConfig:
                 raise ValueError(f"{name}: got {size}, wanted a multiple of {unit} = {getattr(self, unit)}")
         if self.dtype is None and jnp.dtype(self.cache_dtype) in EIGHT_BITS:
             raise ValueError(
-                f"dtype: got None beside a cache in {jnp.dtype(self.cache_dtype)}, wanted the weights' own"
+                f"dtype: got None with a cache in {jnp.dtype(self.cache_dtype)}, wanted the dtype of the weights"
             )
         selector = self.controller.selector
         if isinstance(selector, tuple) and len(selector) != self.model.num_layers:
@@ -109,14 +109,14 @@ class DecoderConfig:
         drafts = self.draft is not None and self.draft.drafter is None
         wanted = (self.model.vocab_size,) * (drafts or self.takes_turns)
         if (got := tuple(other.vocab_size for other in self.others)) != wanted:
-            raise ValueError(f"others: got models of {got} tokens, wanted {wanted}: those that draft or speak")
+            raise ValueError(f"others: got models of {got} tokens, wanted {wanted}: those that draft or take turns")
         self._check_budget()
         if self.compression is not None:
             self.compression.layout(self.page_size, self.model.windows)
         self._check_mesh()
 
     def _case(self) -> compat.Case:
-        """What is to go together, by the names of `load`."""
+        """Return the settings to check, by their names in `load`."""
         given = {"draft": self.draft, "small": self.takes_turns and self.others, "cache_budget": self.compression}
         return compat.Case(
             given={name: one for name, one in given.items() if one},
@@ -130,7 +130,7 @@ class DecoderConfig:
         )
 
     def _check_budget(self) -> None:
-        """Raise ValueError where the controller's budget does not go with the rest."""
+        """Raise ValueError if the controller's budget excludes another setting."""
         budget = self.controller.budget
         if budget is None:
             return
@@ -145,18 +145,18 @@ class DecoderConfig:
             )
 
     def _check_mesh(self) -> None:
-        """Raise ValueError where a mesh does not go with the rest."""
+        """Raise ValueError if a mesh excludes another setting."""
         if self.mesh is None:
             return
         sharding.check(self.model, self.mesh)
         if self.others:
-            raise ValueError("mesh: got one beside other models, wanted it without")
+            raise ValueError("mesh: got one with other models, wanted it without")
         if self.controller.budget is not None and self.controller.budget.compares_heads:
-            raise ValueError("mesh: got one beside a budget that compares heads, wanted one for each head")
+            raise ValueError("mesh: got one with a budget that compares heads, wanted one for each head")
 
     @property
     def of_chip(self) -> ModelShape:
-        """The model with the heads that a chip holds: all of them, but over a mesh."""
+        """The model with the heads of one chip: all of them without a mesh."""
         return self.model if self.mesh is None else sharding.of_chip(self.model, self.mesh)
 
     @property
@@ -165,20 +165,20 @@ class DecoderConfig:
         return self.model, *self.others
 
     def compiler_options(self, platform: str) -> dict[str, bool | int] | None:
-        """Return how programs are compiled on a platform where layers of these models lie in stacks, else None."""
+        """Return the compiler options of programs on a platform if layers of these models are stacked, else None."""
         found = (stack for model in self.models for stack in stacks_of(model, self.stacked))
         return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property
-    def whole(self) -> Variant:
-        """The program that decodes whatever there is."""
+    def full_variant(self) -> Variant:
+        """The decode program with all abilities."""
         return Variant(self.batch, self.draft is not None, True)
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """The programs that decode, the whole one first: those beside it do less of what it does, and the same.
+        """The decode programs, the full one first; the others have fewer abilities, and equal results.
 
-        Steps that serve few sequences have 2 rows, 8 and so on, up to half of `batch`, but none beside drafts, whose
+        Steps for few sequences have 2 rows, 8 and so on, up to half of `batch`, except with drafts, whose
         program has steps of several widths.
         """
         rows, drafts = [self.batch], [self.draft is not None]
@@ -190,21 +190,21 @@ class DecoderConfig:
         return tuple(Variant(*one) for one in itertools.product(rows, drafts, chooses))
 
     def may_choose(self, laws: Controller) -> bool:
-        """Return whether a sequence under such laws may ever be long enough for its blocks to be chosen."""
+        """Return whether a sequence under such laws may ever be long enough for block selection."""
         return laws.min_context is None or bool(laws.min_context <= self.max_length)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether two models speak, each where the controller's switch says so."""
+        """Whether two models take turns, by the controller's switch."""
         return self.controller.switch is not None
 
     @property
     def steers_reading(self) -> bool:
-        """Whether what a token's step observes decides what the next token reads.
+        """Whether the observations of one token decide what the next token reads.
 
-        True of laws that set the tolerance or the blocks after a token, of blocks chosen every few tokens, and of
-        selectors that go by the last masses. Surprisals of a token steer what is read after the end of its block, and
-        no draft goes that far.
+        True for laws that set the tolerance or the blocks after a token, for blocks selected every few tokens, and for
+        selectors that use the last masses. Surprisals of a token affect only reads after the end of its block, and
+        no draft extends that far.
         """
         if self.controller.refresh_every > 1 or "masses" in self.keeps:
             return True
@@ -215,48 +215,48 @@ class DecoderConfig:
         """The shape of a sequence's packed block mask."""
         return self.model.num_layers, self.model.num_kv_heads, num_words(self.blocks_per_slot)
 
-    def fresh_prompt(self) -> budgets.PromptNotes | None:
-        """Return the notes of a prompt of which nothing is read; None where no budget chooses what it reads."""
+    def fresh_prompt(self) -> budgets.PromptRecord | None:
+        """Return the record of a prompt before its first segment; None without a budget."""
         if self.controller.budget is None:
             return None
         return budgets.begun(self.controller.budget, self.model.num_layers, self.model.num_kv_heads, probed=self.audit)
 
     @property
     def pruned(self) -> Pruned | None:
-        """How the model drafts for itself; None where it does not."""
+        """The settings of self-drafting; None without it."""
         return None if self.draft is None else self.draft.pruned
 
     @property
     def draft_laws(self) -> tuple[DraftLength, ...]:
-        """The laws of the lengths of drafts, as a state holds them; none without drafts."""
+        """The draft length laws, as a state stores them; none without drafts."""
         return () if self.draft is None else jax.tree.map(jnp.asarray, law_numbers(self.draft.laws))
 
     def fresh_drafts(self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]) -> DraftState:
-        """Return how the drafts of a sequence fare, before the first, whose request allows `most` tokens a step.
+        """Return the draft state of a sequence before its first draft, whose request allows `most` tokens a step.
 
-        `laws` are those of their lengths, as the host has told them last, none without drafts. It has `context` tokens
-        in the cache.
+        `laws` are the draft length laws, as last fitted by the host, none without drafts. The cache has `context`
+        tokens.
         """
         return started(FixedLength(), most) if self.draft is None else self.draft.started(most, laws, context)
 
     @property
     def pages_per_swap(self) -> int:
-        """Pages a prompt chunk fills; pages move to the host and back as many at a time."""
+        """Pages that a prompt chunk fills; swaps move as many pages at a time."""
         return self.prefill_batch // self.page_size
 
     @property
     def layout(self) -> Layout | None:
-        """What a compression keeps, in blocks; None where nothing is compressed."""
+        """What a compression keeps, in blocks; None without compression."""
         return None if self.compression is None else self.compression.layout(self.page_size, self.model.windows)
 
     @property
     def blocks_per_slot(self) -> int:
-        """Blocks a slot of `max_length` tokens holds."""
+        """The number of blocks of a slot of `max_length` tokens."""
         return -(-self.max_length // self.page_size)
 
     @property
     def keeps(self) -> frozenset[str]:
-        """What the state holds besides keys and values: needs of selectors, `keep`, and what those rest on."""
+        """What the state stores besides keys and values: needs of selectors, `keep`, and their dependencies."""
         needed = self.keep.union(*(selector.needs for selector in self.selectors)) - {"sensitivity"}
         boxes = "codes" in needed or self.controller.budget is not None
         surprisals = "surprisals" in needed
@@ -264,18 +264,18 @@ class DecoderConfig:
 
     @property
     def by_mass_of(self) -> int:
-        """The query heads of a KV head whose last masses choose its blocks; 0 where something else chooses them."""
+        """Query heads per KV head whose last masses select its blocks; 0 if selection does not use them."""
         return self.model.group_size if "masses" in self.keeps else 0
 
     @property
     def scoring(self) -> tuple[str, tuple[str, ...]]:
-        """The backend that scores blocks, and why no better one does: that of attention if it can."""
+        """The backend that scores blocks, that of attention or a fallback, and the refusals of better ones."""
         codes = "codes" in self.keeps
         return scoring_backend(self.of_chip, self.page_size, self.cache_dtype, codes, self.backend)
 
     @property
     def left_to_xla(self) -> tuple[str, ...]:
-        """What XLA runs of the selectors between kernels of a GPU, and why: a sentence for each selector and reason."""
+        """The operations of selectors that XLA runs between GPU kernels: a sentence for each selector and reason."""
         needs = self.keeps.union(*(selector.needs for selector in self.selectors))
         shape = self.of_chip, self.page_size, self.blocks_per_slot, needs
         return tuple(

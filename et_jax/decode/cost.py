@@ -1,7 +1,7 @@
-"""What a step costs, in bytes moved and in FLOPs, from shapes and from what the step really did.
+"""The cost of a step, in bytes moved and in FLOPs, from shapes and from the work of the step.
 
-Bytes are the cost of decoding: at small batches every weight and every listed page is read once per
-step, and reading them is what a step waits for.
+Decoding is memory-bound: at small batches every weight and every listed page is read once per
+step, and the step time is that of these reads.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What it takes to run a model.
+    """The cost of running a model.
 
-    `weights` bytes are read in every pass, and `block` bytes with each block of a KV head; `summary` bytes are looked
-    at to choose it, with one 8-bit key of each of `codes` tokens. There are `heads` KV heads over all layers.
-    `num_multiplied` weights meet every token, and `group_size` queries of `head_dim` channels every key that it reads.
-    Experts are no part of all these weights: each has `expert` bytes and `expert_weights` numbers, and a token goes to
-    `per_token` of them as trained, over all layers.
+    `weights` bytes are read in every pass, and `block` bytes with each block of a KV head; `summary` bytes are read
+    to score it, with one 8-bit key of each of `codes` tokens. There are `heads` KV heads over all layers.
+    `num_multiplied` weights are multiplied with every token, and `group_size` queries of `head_dim` channels with every
+    key that they attend to. These weights exclude experts: each has `expert` bytes and `expert_weights` numbers, and a
+    token is routed to `per_token` of them as trained, over all layers.
     """
 
     weights: int
@@ -34,7 +34,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Price:
-    """What work comes to: the bytes of weights, which the tokens of a step share, those of the cache, and FLOPs."""
+    """The price of work: the bytes of weights, which the tokens of a step share, those of the cache, and FLOPs."""
 
     shared: Any
     own: Any
@@ -42,15 +42,15 @@ class Price:
 
 
 def cached_bytes(model: Model, blocks: Any, summaries: Any) -> Any:
-    """Return the bytes of the cache that so many blocks and summaries are, counted over layers and KV heads."""
+    """Return the bytes of so many blocks and summaries of the cache, counted over layers and KV heads."""
     return blocks * float(model.block) + summaries * float(model.summary)
 
 
 def flops(model: Model, tokens: Any, attended: Any = 0.0, summaries: Any = 0.0, experts: Any = 0.0) -> Any:
-    """Return the FLOPs of so many tokens, which met so many keys, summaries and experts, at most.
+    """Return the FLOPs of tokens, with at most the given numbers of attended keys, summaries and experts.
 
-    They are two for each token and weight (an embedding counts only where it is the head too); four for each channel of
-    a key and its value that a query meets; and for each channel of a summary and query 8 for the two ends of the box,
+    They are two for each token and weight (an embedding counts only if it is the head too); four for each channel of
+    an attended key and its value; and for each channel of a summary and query 8 for the two ends of the box,
     2 for the mean key, and 2 for every 8-bit key.
     """
     width = model.group_size * model.head_dim
@@ -60,7 +60,7 @@ def flops(model: Model, tokens: Any, attended: Any = 0.0, summaries: Any = 0.0, 
 
 
 def price(model: Model, work: Any) -> Price:
-    """Return what `Work` of a model comes to: that of one sequence, or of many, in floats."""
+    """Return the price of `Work` of a model, of one sequence or of many, in floats."""
     touched, chosen = (0, 0) if work.experts is None else (work.experts.touched, work.experts.chosen)
     return Price(
         shared=work.passes * float(model.weights) + touched * float(model.expert),

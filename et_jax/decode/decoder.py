@@ -41,11 +41,11 @@ def decode(
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
 
-    With `until_end` it also stops after a step that ends a sequence, whose slot another may be waiting for. A `variant`
-    other than the whole does no more than it says; without drafts it stops where the model drafts for itself and a
+    With `until_end` it also stops after a step that ends a sequence, because another may be waiting for the slot. A
+    smaller `variant` has only the named abilities; without drafts it stops when the model self-drafts and a
     draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
-    variant = variant or config.whole
+    variant = variant or config.full_variant
     rows = None if variant.rows == config.batch else variant.rows
     # traced once, for the shapes and for the loop
     one = jax.jit(partial(step, config, drafts=variant.drafts, chooses=variant.chooses, num_rows=rows))
@@ -72,7 +72,7 @@ def decode(
 
 
 def in_float32(function: Callable) -> Callable:
-    """Return a function whose products of float32 are float32's: a GPU rounds what it multiplies to TF32's ten bits."""
+    """Return a function with products of float32 in full precision: a GPU's default is TF32 with ten bits."""
 
     @functools.wraps(function.func if isinstance(function, partial) else function)
     def traced(*arguments: Any, **named: Any) -> Any:
@@ -89,7 +89,7 @@ def snapshot(state: DecodeState) -> DecodeState:
 
 
 class Program:
-    """A jitted function, called and lowered within the package's own settings of JAX."""
+    """A jitted function, called and lowered under the package's own settings of JAX."""
 
     def __init__(self, jitted: Any) -> None:
         self.jitted, self.lower, self._call = jitted, within(jitted.lower), within(jitted)
@@ -100,10 +100,10 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The functions of this module, of `compress` and of `slots`, their configuration bound, jitted.
+    """The functions of this module, of `compress` and of `slots`, bound to a configuration and jitted.
 
-    The state that a function returns anew is donated to it. `variants` are the programs of `decode`, which is the whole
-    one.
+    The state argument is donated to a function that returns a new state. `variants` are the programs of `decode`, the
+    full one included.
     """
 
     config: DecoderConfig
@@ -126,8 +126,8 @@ class Decoder:
 
     @property
     def decode(self) -> Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]:
-        """The program that decodes whatever there is."""
-        return self.variants[self.config.whole]
+        """The decode program with all abilities."""
+        return self.variants[self.config.full_variant]
 
 
 def decoder(config: DecoderConfig) -> Decoder:
@@ -136,8 +136,8 @@ def decoder(config: DecoderConfig) -> Decoder:
     options = config.compiler_options(platform)
 
     def compiled(function: Callable, *bound: Any, donate: int | tuple[int, ...] = ()) -> Callable:
-        served = in_float32(function) if platform == "gpu" else function
-        own = partial(served, *bound)  # a function of its own, for what `jax.jit` keeps is kept by function
+        precise = in_float32(function) if platform == "gpu" else function
+        own = partial(precise, *bound)  # a function of its own, because `jax.jit` caches by function
         if config.mesh is not None:
             own = returning_split(config.mesh, own)
         return Program(jax.jit(own, donate_argnums=donate, compiler_options=options))

@@ -1,8 +1,8 @@
-"""One way to run a model over tokens: write their keys and values, read the cache, note what was read.
+"""Runs a model over tokens: writes their keys and values, attends to the cache, records what was read.
 
-Decoding is a chunk of one token a row, prefill, catching up and verification are chunks of several. How the cache is
-read is a `Reader`, a value, and so is how one layer of it is read: layers that are alike share one trace of `attend`,
-and where they are stacked they are run by a scan.
+Decoding is a chunk of one token a row; prefill, catching up and verification are chunks of several. A `Reader`, a
+value, defines how the cache is read, and a `LayerReader` one layer of it: equal layers share one trace of `attend`,
+and a scan runs them if they are stacked.
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from et_jax.decode import sharded, work
 from et_jax.decode.attention.blocks import places_of
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.cache import queries
 from et_jax.decode.cache.kv import LayerCache, with_place, with_summaries, write
 from et_jax.decode.chunk import Chunk
@@ -37,10 +37,10 @@ from et_jax.softmax import Softmax
 from et_jax.types import replace
 
 GPU_ROWS = 64
-"""On a GPU tokens are multiplied by so many at a time, or a multiple of it.
+"""On a GPU the number of tokens in a product is padded to a multiple of it.
 
-By how many there are the library chooses how it sums, below: a text would have other bits where some of its tokens are
-verified side by side.
+Below it the library's order of summation depends on the number: a sequence would get other bits if some of its tokens
+were verified in parallel.
 """
 
 
@@ -48,8 +48,8 @@ verified side by side.
 class LayerReader(Protocol):
     """How a chunk reads one layer of the cache: a pytree whose arrays lead with the rows, without side effects.
 
-    There may be more queries than rows of the chunk, which are nobody's; what is read may have as many, or none.
-    Readers of one structure are alike, and layers read by them share a trace.
+    There may be more queries than rows of the chunk, which are padding; the result may omit them.
+    Layers whose readers have equal structure share a trace.
     """
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
@@ -65,24 +65,24 @@ class LayerReader(Protocol):
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "_ t h d"], Any]:
-        """Return attention to what is read of the layer, in which the chunk is written, and the notes of it."""
+        """Return attention to the layer, which contains the chunk already, and the record of what was read."""
         ...
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """How a chunk reads the cache: a reader of every layer, and what their notes come to."""
+    """How a chunk reads the cache: a reader of every layer, and a function that combines their records."""
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
-        """Return a value for every layer: of those that are of one kind and stacked, the readers have one structure."""
+        """Return a value for every layer: stacked layers with equal values have readers of equal structure."""
         ...
 
     def of_layer(self, plant: Plant, layer: Layer) -> LayerReader:
         """Return the reader of a layer."""
         ...
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Any:
-        """Return what was read, from the notes of all layers in order, as `models.stacks.through` gives them."""
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> Any:
+        """Return the combined record from those of all layers in order, in the form of `models.stacks.through`."""
         ...
 
 
@@ -94,15 +94,15 @@ def extend(
     reader: Reader,
     rules: RowRules | None = None,
 ) -> tuple[Float[Array, "r t v"], PlantState, Any, ExpertReads | None]:
-    """Have a model read a chunk: its logits after every token, its state, the notes of the reader, and its experts.
+    """Run a model over a chunk: return its logits after every token, its state, the reader's record, and its experts.
 
-    Tokens go to experts as trained, or as `rules` have it. Under jit, logits and notes that the caller ignores are
+    Tokens are routed to experts as trained, or by `rules`. Under jit, logits and records that the caller ignores are
     never computed.
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
     stacks = arrangement(weights, plant.model)
     if depths_of(stacks) != tuple(place.depth for place in state.cache.layers):
-        raise ValueError("weights: got layers that lie in other stacks than those of the cache, wanted the same")
+        raise ValueError("weights: got layers in other stacks than those of the cache, wanted the same stacks")
 
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
     num_rows, chunk = len(chunk.token), replace(chunk, seen=chunk.lengths)  # the same for all layers
@@ -134,14 +134,14 @@ def extend(
         of_layer = reader.of_layer(plant, layer)
         if angles is None:
             k, v = (x[:num_rows] for x in (k, v))
-            out, place, noted = run(plant, softmax, own, of_layer, q, k, v, place, cache.surprisal)
+            out, place, recorded = run(plant, softmax, own, of_layer, q, k, v, place, cache.surprisal)
         else:
             products = q, k, v, *angles
-            out, place, noted = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
-        noted = packed(noted) if fewer_launches and layer.turn is not None else noted
-        told = noted, None if watch is None else watch.seen(q[:num_rows])
+            out, place, recorded = attend_rotated(plant, softmax, own, of_layer, products, place, cache.surprisal)
+        recorded = packed(recorded) if fewer_launches and layer.turn is not None else recorded
+        output = recorded, None if watch is None else watch.seen(q[:num_rows])
         carried = with_place(cache, layer.place, place), took
-        return multiplied(out), Threaded(carried=carried, told=(*memory.told, told))
+        return multiplied(out), Threaded(carried=carried, outputs=(*memory.outputs, output))
 
     def mixing(layer: int | Layer, experts: Experts, x: Array, memory: Threaded) -> tuple[Array, Threaded]:
         cache, took = memory.carried
@@ -154,19 +154,19 @@ def extend(
     fused = rotating = None
     if plant.backend == "gpu" and fewer_launches:
         fused = add_norm
-        # where rows are read together, or queries are kept, XLA needs the rotated ones
+        # if rows are read together, or queries are stored, XLA needs the rotated ones
         in_8_bits = any(place.kv_scales is not None for place in state.cache.layers)
         rotating = attending if chunk.at is None and watch is None and not in_8_bits else None
     logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, kinds, fused, rotating)
     if plant.mesh is not None:
-        logits = sharded.whole(plant.mesh, logits)
+        logits = sharded.replicated(plant.mesh, logits)
     cache, took = memory.carried
     stored = state.queries
     if watch is not None and stored is not None:
-        stored = watch.store(stored, by_layer(memory.told, itemgetter(1), axis=2))
-    notes = unpacked(parts(memory.told, itemgetter(0)))
+        stored = watch.store(stored, by_layer(memory.outputs, itemgetter(1), axis=2))
+    records = unpacked(parts(memory.outputs, itemgetter(0)))
     after = replace(state, cache=cache, queries=stored, num_cached=_num_cached(state, chunk))
-    return logits[:num_rows], after, reader.noted(plant, chunk, notes), took
+    return logits[:num_rows], after, reader.recorded(plant, chunk, records), took
 
 
 @partial(jax.jit, static_argnums=0)
@@ -181,22 +181,22 @@ def attend(
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
 ) -> tuple[Float[Array, "_ t h d"], LayerCache, Any]:
-    """One layer's attention: write the chunk's keys and values, read, note.
+    """Compute one layer's attention: write the chunk's keys and values, read, record.
 
-    It is jitted for its trace: what differs between layers that are alike are arrays.
+    It is jitted to share its trace: the differences between equal layers are arrays.
     """
     if not reader.together(plant, softmax):
         chunk = replace(chunk, at=None)
     faulty = None
-    if chunk.at is not None:  # a row before it in its slot meets a value with weight 0, and 0 * NaN is NaN
+    if chunk.at is not None:  # an earlier row of the slot multiplies a later value by weight 0, and 0 * NaN is NaN
         faulty = (chunk.count > 0) & ~jnp.all(jnp.isfinite(v), axis=(1, 2, 3))
         v = jnp.where(faulty[:, None, None, None], 0.0, v)
     full_page = None if chunk.places is None else chunk.places.full
     cached = write(cached, k, v, chunk.table, chunk.start, chunk.count, chunk.end, full_page, chunk.turn)
-    out, notes = reader.read(plant, softmax, q, cached, surprisal, chunk)
+    out, records = reader.read(plant, softmax, q, cached, surprisal, chunk)
     if faulty is not None:
         out = jnp.where(faulty[:, None, None, None], jnp.nan, out)
-    return out, cached, notes
+    return out, cached, records
 
 
 @partial(jax.jit, static_argnums=0)
@@ -209,9 +209,9 @@ def attend_rotated(
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
 ) -> tuple[Float[Array, "n 1 h d"], LayerCache, Any]:
-    """Do what `attend` does for one token a row of stacked layers, by a kernel that rotates and stores.
+    """Compute what `attend` does for one token a row of stacked layers, by a kernel that rotates and stores.
 
-    `products` are queries, keys and values not yet rotated, then the cosines and sines.
+    `products` are unrotated queries, keys and values, then the cosines and sines.
     """
     assert chunk.own_table is not None and chunk.turn is not None and chunk.places is not None
     columns = padded_heads(plant.model.group_size)
@@ -221,8 +221,8 @@ def attend_rotated(
     q, pages = rotate_store(q, k, v, cosine, sine, cached.pages, *place, turn, **settings)
     at, d = (chunk.table, chunk.start, chunk.count, chunk.end), q.shape[-1]
     cached = with_summaries(replace(cached, pages=pages), d, *at, full_page=chunk.places.full, turn=chunk.turn)
-    out, notes = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)
-    return out, cached, notes
+    out, records = reader.read(plant, softmax, q.reshape(len(q), 1, -1, d), cached, surprisal, chunk)
+    return out, cached, records
 
 
 def catch_up(
@@ -236,10 +236,10 @@ def catch_up(
     chunk: int,
     audited: bool = False,
 ) -> tuple[PlantState, Work, Bool[Array, "r m"]]:
-    """Have a model read its rows' texts up to `wanted` tokens: chunk by chunk, none crossing a multiple of `chunk`.
+    """Run a model over its rows' sequences up to `wanted` tokens: in chunks that cross no multiple of `chunk`.
 
-    That is how prompts are read, so that nothing depends on when a model catches up. Returns the work that took and,
-    if it is `audited`, at which positions the token that follows was the likeliest to this model.
+    Prompts are read in the same chunks, so nothing depends on when a model catches up. Returns the work that this took
+    and, if it is `audited`, the positions at which the following token was this model's likeliest.
     """
 
     def behind(carry: tuple) -> Bool[Array, ""]:
@@ -259,7 +259,7 @@ def catch_up(
             count=end - cached,
             end=end,
         )
-        logits, state, _, took = extend(plant, weights, state, part, Whole())
+        logits, state, _, took = extend(plant, weights, state, part, FullAttention())
         if audited:
             said = jnp.take_along_axis(text, jnp.minimum(position + 1, text.shape[1] - 1), axis=1)
             place = jnp.where(position < end[:, None], position, text.shape[1])
@@ -271,7 +271,7 @@ def catch_up(
 
 
 def _num_cached(state: PlantState, chunk: Chunk) -> Int[Array, " b"]:
-    """How far the model has come in the text of every slot."""
+    """Return how many tokens of every slot the model has read."""
     reached = jnp.where(chunk.count > 0, chunk.position + chunk.count, 0)
     if chunk.slot is None:
         return jnp.maximum(state.num_cached, reached)

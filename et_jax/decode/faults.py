@@ -1,4 +1,4 @@
-"""What can go wrong with one sequence in a step: found on the device as a number, told on the host as a sentence."""
+"""Errors of one sequence in a step: found on the device as a number, reported on the host as a sentence."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,7 +9,7 @@ from et_jax.control.entropy import Moments
 _NUMBER = "that is not a number"
 _FINITE = "that is not a finite number"
 _HEAT = "that is not a finite number of at least 0"
-_LAWS = {  # what a law must not set a field to
+_LAWS = {  # values that a law must not set a field to
     "temperature": _HEAT,
     "surprisal_cap": _NUMBER,
     "tolerance": _NUMBER,
@@ -18,13 +18,13 @@ _LAWS = {  # what a law must not set a field to
     "total_cost": _NUMBER,
 }
 _OF_LAWS = tuple(
-    f"The control law set {field} to a value {what} after {{}} tokens; mend the law." for field, what in _LAWS.items()
+    f"The control law set {field} to a value {what} after {{}} tokens; correct it." for field, what in _LAWS.items()
 )
-_SENTENCES = (  # in the order of blame: what came first may have led to the rest
+_SENTENCES = (  # in the order of precedence: an earlier one may have caused a later one
     "The logits after {} tokens are not numbers; the weights are damaged, or overflow in this dtype (try float32).",
     *_OF_LAWS,
-    f"The priority rule returned a value {_NUMBER} after {{}} tokens; mend the rule.",
-    f"The temperature rule returned a value {_HEAT} after {{}} tokens; mend the rule.",
+    f"The priority rule returned a value {_NUMBER} after {{}} tokens; correct the rule.",
+    f"The temperature rule returned a value {_HEAT} after {{}} tokens; correct the rule.",
     "The logits after {} tokens overflow under these penalties or at this temperature; choose smaller ones.",
     *_OF_LAWS,
 )
@@ -37,11 +37,11 @@ def fault(
     before: ControlState,
     after: ControlState,
 ) -> Int[Array, " r"]:
-    """Return the first fault of each row, 0 for none; `sentence` tells which it is.
+    """Return the first fault of each row, 0 for none; `sentence` describes it.
 
-    `raw` is a sum over the logits, `drawn` the temperature of the draw, `moments` those of what it was drawn from,
-    `before` what controlled the step, `after` what the laws make of it. Infinite caps and tolerances are legitimate:
-    nothing is barred, or everything closed.
+    `raw` is a sum over the logits, `drawn` the temperature of the draw, `moments` those of the distribution drawn from,
+    `before` the control state of the step, `after` that after the laws. Infinite caps and tolerances are valid:
+    nothing is barred, or every block closed.
     """
     table = jnp.stack(
         [
@@ -57,12 +57,12 @@ def fault(
 
 
 def overflows(moments: Moments) -> Bool[Array, " r"]:
-    """Return whether what was to be drawn from is no distribution: its greatest logit or a sum over it is no number."""
+    """Return whether the sampling distribution is invalid: its greatest logit or a sum over it is not a number."""
     return ~(jnp.isfinite(moments.peak) & jnp.isfinite(moments.s0) & jnp.isfinite(moments.s1))
 
 
 def sentence(fault: int, num_tokens: int) -> str:
-    """Return what to tell of a fault after so many tokens."""
+    """Return the message for a fault after so many tokens."""
     return _SENTENCES[fault - 1].format(num_tokens)
 
 

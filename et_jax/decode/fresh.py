@@ -1,4 +1,4 @@
-"""What a sequence starts from, before anything is observed of it; and whether its laws steer what it reads."""
+"""The initial signals and control state of a sequence; and whether its laws steer what it reads."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 def blank_signals(shape: tuple[int, ...]) -> Signals:
-    """Return signals of nothing observed yet."""
+    """Return signals before the first observation."""
     fields = {f.name: jnp.zeros(shape, jnp.float32) for f in dataclasses.fields(Signals)}
-    whole = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held")
-    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in whole}))
+    integers = ("blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "allocated_pages")
+    return Signals(**(fields | {name: jnp.zeros(shape, jnp.int32) for name in integers}))
 
 
 def law_numbers(laws: T) -> T:
-    """Return a controller, or laws, with numbers as arrays of 32 bits, as a state holds them."""
+    """Return a controller, or laws, with numbers as arrays of 32 bits, as a state stores them."""
     return jax.tree.map(lambda x: np.asarray(x, np.int32 if isinstance(x, int) else np.float32), laws)
 
 
 def fresh(
-    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptNotes | None
+    laws: Controller, temperature: Float[Array, ""], mask: tuple[int, int, int], prompt: budgets.PromptRecord | None
 ) -> ControlState:
     """Return the control state of one sequence under `laws` before its first token; `mask` is the shape of its own."""
     zero = jnp.zeros((), jnp.float32)
@@ -45,20 +45,20 @@ def fresh(
             priority=zero,
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(mask, jnp.uint32),
-            notes={},
+            records={},
             prompt=prompt,
         ),
     )
 
 
 READING = frozenset({"tolerance", "block_mask"})
-"""The fields of `ControlState` by which the next token reads."""
+"""The fields of `ControlState` that determine what the next token reads."""
 
 
-def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptNotes | None]) -> bool:
-    """Return whether the law sets what the next token reads, of a sequence whose mask has this shape.
+def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptRecord | None]) -> bool:
+    """Return whether the law sets what the next token reads, for a sequence whose mask has this shape.
 
-    A law that does not say what it `sets`, as a plain function, is traced.
+    A law without declared `sets`, such as a plain function, is traced.
     """
     if laws.law.sets is not None:
         return not READING.isdisjoint(laws.law.sets)

@@ -1,4 +1,4 @@
-"""How a chunk is mixed by a layer's experts: as trained, or as a rule has it, and which experts that took."""
+"""Routing of a chunk to a layer's experts, as trained or by a rule, and which experts that used."""
 
 from functools import partial
 
@@ -18,10 +18,10 @@ from et_jax.types import pytree, replace
 
 @pytree
 class ExpertReads:
-    """The experts that a chunk took, counted over layers.
+    """The experts that a chunk used, counted over layers.
 
-    `touched` are those whose weights were read, once each, which the rows share: it is the same for each of them.
-    `chosen` are those that the tokens of each row went to.
+    `touched` counts the experts whose weights were read, once each, shared by all rows: equal for each of them.
+    `chosen` counts those that the tokens of each row were routed to.
     """
 
     touched: Int[Array, "*b"]
@@ -37,7 +37,7 @@ class RowRules:
 
 
 def no_experts(plant: Plant, num_rows: int) -> ExpertReads | None:
-    """Return that rows took no experts; None for a model that has none."""
+    """Return the reads of rows without experts; None for a model that has none."""
     if plant.model.experts is None:
         return None
     none = jnp.zeros(num_rows, jnp.int32)
@@ -48,9 +48,9 @@ def no_experts(plant: Plant, num_rows: int) -> ExpertReads | None:
 def mix(
     plant: Plant, experts: Experts, x: Float[Array, "r t w"], chunk: Chunk, rules: RowRules | None, reads: ExpertReads
 ) -> tuple[Float[Array, "r t w"], ExpertReads]:
-    """Return what a layer's experts make of a chunk, and the reads with those of this layer.
+    """Return the output of a layer's experts for a chunk, and the reads with those of this layer.
 
-    Padding goes to none. With `rules` a row has one token.
+    Padding is routed to no expert. With `rules` a row has one token.
     """
     config = plant.model.experts
     if config is None:
@@ -78,13 +78,13 @@ def mix(
 def _mixed_over(
     mesh: Mesh, model: ModelShape, experts: Experts, x: Float[Array, "n w"], choice: Choice
 ) -> Float[Array, "n w"]:
-    """What experts whose widths are split over a mesh make of tokens: of each chip its part, which are added up."""
+    """Return the output of experts whose widths are split over a mesh: the sum of every chip's part."""
     assert isinstance(model, ModelConfig) and model.experts is not None
     activation = model.experts.activation
 
     def here(experts: Experts, turn: Array | None, x: Array, choice: Choice) -> Array:
         down_bias = experts.down_bias
-        if down_bias is not None:  # which is in no part: one chip alone adds it
+        if down_bias is not None:  # it is not split: only one chip adds it
             down_bias = jnp.where(jax.lax.axis_index(AXIS) == 0, down_bias, jnp.zeros_like(down_bias))
         part = summed(replace(experts, turn=turn, down_bias=down_bias), x, choice, "loop", activation)
         return jax.lax.psum(part, AXIS).astype(x.dtype)
@@ -95,5 +95,5 @@ def _mixed_over(
         mesh=mesh,
         in_specs=(expert_specs(apart, model), everywhere, everywhere, everywhere),
         out_specs=everywhere,
-        check_vma=False,  # the number of the loop's turns is the same on every chip, which a check cannot see
+        check_vma=False,  # the check cannot see that the loop has equal trip counts on every chip
     )(apart, experts.turn, x, choice)

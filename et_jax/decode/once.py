@@ -1,4 +1,4 @@
-"""A part of a program that runs or does not, without a copy of the page pools that it may touch."""
+"""An optional part of a program, without a copy of the page pools that it may touch."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -15,8 +15,8 @@ def run_if(asked: Bool[Array, ""], run: Callable[[C, G], C], carry: C, given: G)
     """Return `run(carry, given)` if it is asked for, else the carry.
 
     It is a loop of one trip or none: compiled for a TPU, a conditional copies every pool that its branches touch, even
-    if only to read it. What a trip leaves as it was XLA takes out of the loop and works out whether or not there is a
-    trip. So all of the work must follow from the `given`, which pass through a barrier; weights need not.
+    if they only read it. XLA hoists loop-invariant work out of the loop and runs it regardless of
+    the trips. So all of the work must depend on `given`, which passes through a barrier; weights need not.
     """
 
     def trip(_: Array, both: tuple[C, G]) -> tuple[C, G]:

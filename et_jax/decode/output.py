@@ -1,4 +1,4 @@
-"""What a step reports."""
+"""The output of a step."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -9,7 +9,7 @@ from et_jax.types import pytree
 
 @pytree
 class Audit:
-    """Of `audited` words that one of two models said and the other read now, `agreed` were the likeliest to it too."""
+    """Of `audited` tokens that the other model produced and this one read now, `agreed` were its likeliest too."""
 
     audited: Int[Array, "*b"]
     agreed: Int[Array, "*b"]
@@ -17,20 +17,20 @@ class Audit:
 
 @pytree
 class StepOutput:
-    """What a step did for every slot; rows where `produced` is False hold nothing to read.
+    """The results of a step for every slot; rows where `produced` is False are undefined.
 
-    `refused` slots were to advance but no page was free: nothing of them changed. `fault` is above 0
-    where a slot was stopped, its text ending before this token: the logits were no numbers, or a law set
-    a field to what it may not be (`faults.sentence`). `temperature`
+    `refused` slots got no page: nothing of them changed. `fault` is above 0
+    for a slot that was stopped, its sequence ending before this token: the logits were not numbers, or a law set
+    a field to an invalid value (`faults.sentence`). `temperature`
     is the one the token was drawn at. `guard_rates` is the share of tokens that each counting guard has
-    flagged, by its name. `top_tokens` and `top_logprobs` are None where the decoder reports none, and 0
+    flagged, by its name. `top_tokens` and `top_logprobs` are None if the decoder reports none, and 0
     in steps where no sequence asks for them. `drafted` counts the tokens that were drafted for a slot in the step,
-    `accepted` those that held; both stand with its first token. `work` is what each of the decoder's models did for the
-    token; with the first one is what the step did for the others that were drafted, and how often it read all weights.
-    Where either of two models may speak, `by_small` tells whose token it is, and `audit` what one says of the other's
-    words, if it is asked; both are None elsewhere. A sequence that waits for the other model gets no token, though
-    work was done for it. `reads` counts the blocks that each layer and KV head of the model read for the token, None
-    unless the decoder tells it; with a token of the small model of a switch it stands for nothing.
+    `accepted` the accepted ones; both are reported with its first token. `work` is that of each of the decoder's models
+    for the token; the first token includes the work for rejected drafts, and the number of passes over the weights.
+    With two models in turns, `by_small` marks the tokens of the small one, and `audit` counts the agreement on the
+    other's tokens, if requested; both are None otherwise. A sequence that waits for the other model gets no token,
+    but its work counts. `reads` counts the blocks that each layer and KV head of the model read for the token, None
+    unless the decoder reports it; undefined for a token of the small model of a switch.
     """
 
     token: Int[Array, "*b"]

@@ -1,4 +1,4 @@
-"""The notes of a layer as one array of words: a loop over layers on a GPU stores each array by a launch of its own."""
+"""A layer's record as one array of words: a loop over layers on a GPU launches a store for each array."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ class Packed:
 
 
 def packed(tree: Any) -> Any:
-    """Return a tree as `Packed`, or as it is where it has one leaf or a leaf of another number of rows or bits."""
+    """Return a tree as `Packed`, or unchanged if it has one leaf or a leaf with other numbers of rows or bits."""
     leaves, structure = jax.tree.flatten(tree)
     rows = {x.shape[0] if x.ndim else 0 for x in leaves}
     if len(leaves) < 2 or len(rows) > 1 or any(x.dtype.itemsize != 4 for x in leaves):
@@ -32,7 +32,7 @@ def packed(tree: Any) -> Any:
 
 
 def unpacked(tree: Any) -> Any:
-    """Return a tree with the trees that are `Packed` in it as they were, with further axes of layers in front."""
+    """Return a tree with its `Packed` trees restored, with further axes of layers in front."""
     return jax.tree.map(_unpacked, tree, is_leaf=_is_packed)
 
 

@@ -1,4 +1,4 @@
-"""A plant: one model of a decoder, the kernels that serve it, its weights, and the cache that it fills."""
+"""A plant: one model of a decoder, its kernels, its weights, and its cache."""
 
 import dataclasses
 
@@ -15,14 +15,14 @@ from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace
 
 Weights = tuple[ModelWeights, ...]
-"""What a decoder runs on: the weights of each of its plants."""
+"""The weights of each plant of a decoder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plant:
     """One model of a decoder, as programs are compiled for it: its shape, the page size, the backend of attention.
 
-    `scores_backend` names the kernels that score blocks. `mesh` is of the chips that the model is split over, None for
+    `scores_backend` names the kernels that score blocks. `mesh` has the chips that the model is split over, None for
     one chip (`decode.sharded`).
     """
 
@@ -37,22 +37,22 @@ class Plant:
         """KV heads over all layers."""
         return self.model.num_layers * self.model.num_kv_heads
 
-    def reads_together(self, softmax: Softmax, *, chosen: bool) -> bool:
-        """Return whether a layer's pages are read once for all rows of a slot, their blocks `chosen` by each or not."""
-        if chosen or softmax.window is not None:  # then the lists of a slot's rows differ
+    def reads_together(self, softmax: Softmax, *, selected: bool) -> bool:
+        """Return whether a layer's pages are read once for all rows of a slot, with or without block selection."""
+        if selected or softmax.window is not None:  # then the lists of a slot's rows differ
             return shares_lists(self.backend)
         return shares_pages(self.backend, self.model.group_size)
 
 
 @pytree
 class PlantState:
-    """What one model of a decoder holds: its cache, and of every slot's text the first `num_cached` tokens.
+    """The state of one model of a decoder: its cache, with the first `num_cached` tokens of every slot.
 
-    The pages of all plants have the numbers of one page table. The rest is what the compression of caches must know,
-    None where none is: a token's place in the cache is its position less `shift`, the tokens that were left out before
-    it; `skipped` counts the blocks at the beginning that hold nothing of a KV head, None where all heads keep as many;
-    `queries` are the last of each sequence, rotated, that of position p at place p mod w (`cache.queries`), None where
-    none are ranked by: those of tokens that were computed in the slot, not shared with another.
+    All plants share the page numbers of one page table. The other fields are for cache compression,
+    None without it: a token's place in the cache is its position less `shift`, the number of tokens dropped before
+    it; `skipped` counts the leading blocks in which a KV head has no entries, None if all heads keep as many;
+    `queries` are the last of each sequence, rotated, that of position p at place p mod w (`cache.queries`), None if
+    no policy uses them; only tokens computed in the slot, not those of shared pages, have some.
     """
 
     cache: KVCache
@@ -62,7 +62,7 @@ class PlantState:
     queries: Float[Array, "b l w h d"] | None = None
 
     def emptied(self, slot: Int[Array, ""]) -> "PlantState":
-        """Return the state with nothing cached of a slot, and nothing left out."""
+        """Return the state with an empty cache of a slot, and nothing dropped."""
 
         def none(x: Array | None) -> Array | None:
             return None if x is None else x.at[slot].set(0)
@@ -81,13 +81,13 @@ def check_weights(weights: Weights, num_plants: int) -> None:
 def costs(
     plants: tuple[Plant, ...], weights: Weights, states: tuple[PlantState, ...], by_mass_of: int = 0
 ) -> tuple[cost.Model, ...]:
-    """Return what it takes to run each model of a decoder.
+    """Return the cost of running each model of a decoder.
 
-    Where the first one's blocks are chosen by the last masses of `by_mass_of` query heads of a KV head, one number of
+    If the last masses of `by_mass_of` query heads per KV head select the first one's blocks, one number of
     each is read, and one written.
     """
-    kept = (by_mass_of, *[0] * (len(plants) - 1))
-    return tuple(_cost(*each) for each in zip(plants, weights, states, kept, strict=True))
+    by_mass = (by_mass_of, *[0] * (len(plants) - 1))
+    return tuple(_cost(*each) for each in zip(plants, weights, states, by_mass, strict=True))
 
 
 def _cost(plant: Plant, weights: ModelWeights, state: PlantState, by_mass_of: int) -> cost.Model:

@@ -1,4 +1,4 @@
-"""Given text under the model: what every token is worth given those before it, in one pass as prompts are read."""
+"""Scores of given text: the log-probability of every token given those before it, in one pass like prefill."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +15,7 @@ from et_jax.types import pytree
 class TokenScores:
     """The distribution after each token of a chunk: at temperature 1, before truncation.
 
-    `log_prob` (nats) is that of the token that follows, `entropy` (nats) and `varentropy` (nats^2) are of the
+    `log_prob` (nats) is that of the following token, `entropy` (nats) and `varentropy` (nats^2) are of the
     distribution, `likeliest` is its most probable token.
     """
 
@@ -37,12 +37,12 @@ def score(
 ) -> tuple[DecodeState, TokenScores]:
     """Write chunks into the cache as `prefill` does, and return the scores of the tokens `following` theirs.
 
-    There must be pages for all of them: the scores of a refused slot are those of other text. Raises ValueError for a
-    decoder whose prompts the small model reads.
+    Pages must suffice for all of them: the scores of a refused slot are invalid. Raises ValueError for a
+    decoder whose small model reads the prompts.
     """
     state, _, logits = read_chunks(config, weights, state, slot, tokens, count, last)
     if logits is None:
-        raise ValueError("config: got one whose prompts a small model reads, wanted lazy=False")
+        raise ValueError("config: got one whose small model reads prompts, wanted lazy=False")
     moments = entropy.moments(logits)
     chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
     found = TokenScores(

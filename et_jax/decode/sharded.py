@@ -1,7 +1,7 @@
-"""One model over the chips of a mesh, as `models.sharding` splits it: its attention, and all that a decoder holds.
+"""One model over the chips of a mesh, split by `models.sharding`: its attention, and the arrays of a decoder.
 
-Each chip writes and reads the KV heads that it holds by kernels that know of no other chip, and what it notes of them
-is added up. All else is left to the compiler, which adds up the products of weights that are split.
+Each chip writes and reads its own KV heads by unsharded kernels, and the records of all chips
+are summed. The compiler shards the rest, and sums the products of split weights.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _HEADS = ("k", "h")
 
 
 def split(tree: T) -> T:
-    """Return how each array of a tree is split: along the axis that its field says is of heads, if there is one."""
+    """Return how each array of a tree is split: along the heads axis of its field's annotation, if there is one."""
 
     def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         owner: Any = tree
@@ -52,7 +52,7 @@ def by_heads(
     cached: LayerCache,
     surprisal: Float[Array, "p s"] | None,
 ) -> tuple[Float[Array, "r t h d"], LayerCache, Any]:
-    """Return what `attend` does of one layer, done on every chip for its own heads."""
+    """Return what `attend` returns for one layer, computed on every chip for its own heads."""
     mesh = mesh_of(plant)
     own = dataclasses.replace(plant, model=of_chip(plant.model, mesh), mesh=None)
 
@@ -67,17 +67,17 @@ def by_heads(
         mesh=mesh,
         in_specs=(*split((softmax, chunk, reader)), heads, heads, heads, pages, everywhere),
         out_specs=(heads, pages, split(records)),
-        check_vma=False,  # kernels do not say over which axes their outputs vary
+        check_vma=False,  # kernels do not declare over which axes their outputs vary
     )(softmax, chunk, reader, q, k, v, cached, surprisal)
 
 
-def whole(mesh: Mesh, x: Array) -> Array:
-    """Return an array that is to be on every chip, as logits of all tokens are."""
+def replicated(mesh: Mesh, x: Array) -> Array:
+    """Return an array replicated over the chips, such as the logits of all tokens."""
     return jax.lax.with_sharding_constraint(x, shardings(mesh, PartitionSpec()))
 
 
 def returning_split(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a decoder that returns its state split as it was given, and its outputs likewise."""
+    """Return a function of a decoder whose returned state is split like its argument, and its outputs likewise."""
 
     @functools.wraps(function)
     def run(*given: Any, **named: Any) -> Any:
@@ -88,14 +88,14 @@ def returning_split(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., A
 
 
 def mesh_of(plant: Plant) -> Mesh:
-    """Return the mesh that a plant is split over. Raises ValueError for one that is on one chip."""
+    """Return the mesh that a plant is split over. Raises ValueError for a plant on one chip."""
     if plant.mesh is None:
-        raise ValueError("plant: got one that is on one chip, wanted one over a mesh")
+        raise ValueError("plant: got one on one chip, wanted one over a mesh")
     return plant.mesh
 
 
 def _below(owner: Any, key: Any) -> Any:
-    """What stands under a key of a node."""
+    """Return the child of a node under a key."""
     if isinstance(key, GetAttrKey):
         return getattr(owner, key.name)
     if isinstance(key, DictKey):
@@ -106,14 +106,14 @@ def _below(owner: Any, key: Any) -> Any:
 
 @functools.cache
 def _letters(owner: type, name: str) -> tuple[str, ...]:
-    """The letters of the axes of a field whose annotation has an axis of heads; none of another."""
+    """Return the letters of the axes of a field whose annotation has an axis of heads; none for others."""
     [kind] = (field.type for field in dataclasses.fields(owner) if field.name == name)
     spelt = [getattr(one, "dim_str", "").split() for one in (kind, *get_args(kind))]
     return next((tuple(letters) for letters in spelt if not set(_HEADS).isdisjoint(letters)), ())
 
 
 def _spelt_out(letters: tuple[str, ...], ndim: int) -> tuple[str, ...]:
-    """The letters of all axes, where one of them may stand for any number of axes."""
+    """Return the letters of all axes, with a variadic one expanded."""
     for place, letter in enumerate(letters):
         if letter.startswith("*"):
             return *letters[:place], *[letter] * (ndim - len(letters) + 1), *letters[place + 1 :]

@@ -1,4 +1,4 @@
-"""What is in which slot: sequences start, share pages, split, end, and are swapped to the host and back.
+"""The contents of slots: sequences start, share pages, split, end, and are swapped to the host and back.
 
 Like the functions of `decode`, each takes a state and returns one.
 """
@@ -22,16 +22,16 @@ from et_jax.types import replace
 
 T = TypeVar("T")
 SlotRow = dict[str, Any]
-"""All that a state knows of one slot but its pages, by the names of `DecodeState`."""
+"""The state of one slot except its pages, by the names of `DecodeState`."""
 
-_OF_ALL = frozenset({"table", "draft_laws"})  # what is of no slot alone
+_OF_ALL = frozenset({"table", "draft_laws"})  # fields that do not belong to a single slot
 
 Pages = tuple[kv.KVCache, ...]
-"""Some pages of every plant's cache, of the same numbers."""
+"""Some pages of every plant's cache, with equal numbers."""
 
 
 def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], request: Request) -> DecodeState:
-    """Start a sequence in `slot`, whose prompt but for the last token has been prefilled."""
+    """Start a sequence in `slot`, whose prompt except the last token has been prefilled."""
 
     def put(tree: T, row: T) -> T:
         return jax.tree.map(lambda x, y: x.at[slot].set(y), tree, row)
@@ -66,7 +66,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
 
 
 def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-    """Stop a slot's sequence, forget what it asked for and give back its pages."""
+    """Stop a slot's sequence, clear its request and release its pages."""
     return replace(
         state,
         active=state.active.at[slot].set(False),
@@ -82,16 +82,16 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
 def fork(
     config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], into: Int[Array, ""]
 ) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Continue `slot`'s sequence a second time in the empty slot `into`; False where no page was free.
+    """Continue `slot`'s sequence a second time in the empty slot `into`; False if no page was free.
 
     Full pages are shared by reference count; the partial page is copied with its summary. The key is
-    folded with `into`, so that the two futures differ; everything else, control included, is equal. A
+    folded with `into`, so that the continuations differ; everything else, control included, is equal. A
     refused fork changes nothing.
     """
     length = state.num_cached[slot]
-    full, held = length // config.page_size, -(-length // config.page_size)
+    full, num_blocks = length // config.page_size, -(-length // config.page_size)
     shared = pages.share(state.table, into, state.table.pages[slot], full)
-    wanted = jnp.where(jnp.arange(config.num_slots) == into, held, 0)
+    wanted = jnp.where(jnp.arange(config.num_slots) == into, num_blocks, 0)
     table, granted = pages.reserve(shared, wanted, 1)
     granted = granted[into]
     page = jnp.where(granted, state.table.pages[slot, full], 0)
@@ -113,32 +113,32 @@ def fork(
     ), granted
 
 
-def share(state: DecodeState, slot: Int[Array, ""], held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Start the empty `slot` with the first `count` of the pages `held`, full of the first tokens of its prompt.
+def share(state: DecodeState, slot: Int[Array, ""], listed: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Start the empty `slot` with the first `count` of the allocated pages `listed`, filled with its prompt's tokens.
 
-    Where queries are stored, `Compression.fresh_tokens` of the prompt must be left to be computed.
+    If queries are stored, `Compression.fresh_tokens` of the prompt must be left to be computed.
     """
     seen = count * state.plants[0].cache.layers[0].pages.shape[2]
     return replace(
         state,
-        table=pages.share(state.table, slot, held, count),
+        table=pages.share(state.table, slot, listed, count),
         length=state.length.at[slot].set(seen),
         plants=tuple(replace(plant, num_cached=plant.num_cached.at[slot].set(seen)) for plant in state.plants),
     )
 
 
-def increment(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Keep the first `count` of the pages `held` beyond the sequences that hold them now, until `decrement`."""
-    return replace(state, table=pages.increment(state.table, held, count))
+def increment(state: DecodeState, listed: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Add a reference to the first `count` of the allocated pages `listed`, to be removed by `decrement`."""
+    return replace(state, table=pages.increment(state.table, listed, count))
 
 
-def decrement(state: DecodeState, held: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
-    """Undo `increment` for the first `count` of the pages `held`."""
-    return replace(state, table=pages.decrement(state.table, held, count))
+def decrement(state: DecodeState, listed: Int[Array, " n"], count: Int[Array, ""]) -> DecodeState:
+    """Undo `increment` for the first `count` of the pages `listed`."""
+    return replace(state, table=pages.decrement(state.table, listed, count))
 
 
 def read_row(state: DecodeState, slot: Int[Array, ""]) -> SlotRow:
-    """Return a copy of all that is known of `slot` but its pages."""
+    """Return a copy of the state of `slot` except its pages."""
     return jax.tree.map(lambda x: x[slot], _rows(state))
 
 
@@ -150,9 +150,9 @@ def read_pages(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], 
 def write_row(
     config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], row: SlotRow
 ) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Put a sequence that `read_row` copied in the empty `slot`; False, and nothing changed, where pages ran out.
+    """Put a sequence that `read_row` copied into the empty `slot`; False, and nothing changed, if pages ran out.
 
-    Its pages are reserved, and hold what it wrote only after `write_pages`.
+    Its pages are allocated, and are valid only after `write_pages`.
     """
     here = jnp.arange(config.num_slots) == slot
     shift = row["plants"][0]["shift"]
@@ -175,7 +175,7 @@ def write_pages(
 
 
 def _rows(state: DecodeState) -> SlotRow:
-    """The fields of a state that lead with the slot, those of every plant by their names too."""
+    """Return the fields of a state that lead with the slot, those of every plant by their names too."""
     fields = {
         field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name not in _OF_ALL
     }
@@ -184,18 +184,18 @@ def _rows(state: DecodeState) -> SlotRow:
 
 
 def _with_rows(state: DecodeState, rows: SlotRow) -> DecodeState:
-    """The state with other fields that lead with the slot."""
+    """Return the state with other fields that lead with the slot."""
     plants = tuple(replace(plant, **own) for plant, own in zip(state.plants, rows["plants"], strict=True))
     return replace(state, **rows | {"plants": plants})
 
 
 def _taken(state: DecodeState, listed: Int[Array, " m"]) -> Pages:
-    """A copy of the listed pages, of every model."""
+    """Return a copy of the listed pages, of every model."""
     return tuple(kv.take_pages(plant.cache, listed) for plant in state.plants)
 
 
 def _with_pages(state: DecodeState, listed: Int[Array, " m"], taken: Pages) -> DecodeState:
-    """The state with the pages of `taken` over the listed ones."""
+    """Return the state with the pages of `taken` written to the listed ones."""
     both = zip(state.plants, taken, strict=True)
     return replace(
         state, plants=tuple(replace(plant, cache=kv.put_pages(plant.cache, listed, own)) for plant, own in both)
@@ -205,7 +205,7 @@ def _with_pages(state: DecodeState, listed: Int[Array, " m"], taken: Pages) -> D
 def _blocks(
     config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], first: Int[Array, ""], beyond: int
 ) -> Int[Array, " m"]:
-    """The pages of a chunk's worth of blocks, `beyond` where the slot holds none."""
+    """Return the pages of a chunk's worth of blocks, `beyond` for blocks that the slot does not have."""
     block = first + jnp.arange(config.pages_per_swap, dtype=jnp.int32)
     page = state.table.pages[slot, jnp.minimum(block, config.blocks_per_slot - 1)]
     return jnp.where(block < state.table.num_blocks[slot], page, beyond)

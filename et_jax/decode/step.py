@@ -13,8 +13,8 @@ from et_jax.control.controller import Controller
 from et_jax.control.draft import MOST_DRAFTED
 from et_jax.control.switch import MODEL
 from et_jax.decode import cost
-from et_jax.decode.attention.pruned import Noting
-from et_jax.decode.attention.readers import Selected
+from et_jax.decode.attention.pruned import RecordedRows
+from et_jax.decode.attention.readers import BlockSparse
 from et_jax.decode.attention.reads import ReadStats
 from et_jax.decode.cache import kv, pages
 from et_jax.decode.chunk import of_rows
@@ -104,7 +104,7 @@ def choose(
         generated=state.generated,
         remaining=state.limit - state.generated,
         arrival=state.arrival,
-        pages_held=state.table.num_blocks,
+        allocated_pages=state.table.num_blocks,
         urgency=state.urgency,
     )
     priority = jax.vmap(_priority)(state.laws, signals, state.control)
@@ -168,19 +168,19 @@ def extend_rows(
     rows: Rows,
     end: Int[Array, " r"],
     at: Int[Array, "s t"] | None = None,
-    noting: Noting | None = None,
+    recorded_rows: RecordedRows | None = None,
     *,
     chooses: bool = True,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
     """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
 
     A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Which blocks held the mass is noted
-    as `noting` says. Where none is to be chosen, `chooses` is False.
+    as `recorded_rows` says. Where none is to be chosen, `chooses` is False.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
     chunk = of_rows(rows, rows.take(state.table.pages), end, at)
-    reader = Selected(
+    reader = BlockSparse(
         tolerance=control.tolerance,
         fresh=rows.take(state.generated) % laws.refresh_every == 0,
         block_mask=control.block_mask,
@@ -192,7 +192,7 @@ def extend_rows(
         refresh_every=laws.refresh_every,
         residual=laws.residual,
         sensitivity=config.calibration.sensitivity,
-        noting=noting,
+        recorded_rows=recorded_rows,
         pruned=config.pruned,
         page_size=config.page_size,
         chooses=chooses,
@@ -298,25 +298,25 @@ def extend_drafted(
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
     needed = how.needed(config.batch, drafts.count)
-    noting = None
+    recorded_rows = None
     if how.pruned is not None:
         last = jnp.take_along_axis(at, drafts.count[:, None], axis=1)[:, 0]
-        noting = Noting(rows=last, asked=rows.run & (rows.take(state.draft.length) > 0))
+        recorded_rows = RecordedRows(rows=last, asked=rows.run & (rows.take(state.draft.length) > 0))
 
     def run(
-        own: PlantState, rows: Rows, noting: Noting | None
+        own: PlantState, rows: Rows, recorded_rows: RecordedRows | None
     ) -> tuple[PlantState, tuple[Float[Array, "w v"], ReadStats]]:
         width = len(rows.token)
         shared = at[:, : 1 + how.ahead(width, config.batch)]
         if width == config.batch or shared.size > _MOST_CELLS * width:
             shared = None
-        if noting is not None and width == config.batch:
-            noting = replace(noting, rows=None)
+        if recorded_rows is not None and width == config.batch:
+            recorded_rows = replace(recorded_rows, rows=None)
         before = state.with_plant(MODEL, own)
-        after, logits, stats = reading(config, weights, before, rows, end[:width], shared, noting)
+        after, logits, stats = reading(config, weights, before, rows, end[:width], shared, recorded_rows)
         return after.plants[MODEL], (logits, stats)
 
-    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, noting))
+    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, recorded_rows))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = state.plants[MODEL], blank
 
@@ -327,7 +327,7 @@ def extend_drafted(
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
         some = jax.tree.map(lambda x, width=width: x[:width], whole)
-        carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, noting))
+        carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, recorded_rows))
     own, (logits, stats) = carry
     return state.with_plant(MODEL, own), logits, stats, whole, at
 

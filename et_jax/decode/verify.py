@@ -26,14 +26,14 @@ from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
 
 Price = Callable[[ReadStats], Float[Array, " r"]]
-"""What reading costs in the eyes of the laws, in bytes."""
+"""The cost of reads for the laws, in bytes."""
 
 
 @pytree
 class Verdict:
-    """What becomes of every row: what the laws decide, and whether its token stands.
+    """The outcome of every row: what the laws set, and whether its token is produced.
 
-    `fault` is above 0 where the row failed; a row that runs and does not fail has `produced` a token.
+    `fault` is above 0 if the row failed; a row that runs and does not fail has `produced` a token.
     """
 
     control: ControlState
@@ -51,10 +51,10 @@ def advance(
     stats: ReadStats,
     first: Bool[Array, ""] | bool,
 ) -> tuple[DecodeState, StepOutput, Verdict]:
-    """Sample a token for every row that runs, and put what became of it into its slot.
+    """Sample a token for every row that runs, and write the outcome into its slot.
 
-    In the `first` advance of a step waits are counted. Where two models take turns, a row whose switch makes the other
-    one active before its token is sampled gets none.
+    The `first` advance of a step counts waits. With two models in turns, a row whose switch activates the other
+    model before its token is sampled gets no token.
     """
     signals, raw = measure(config, price, state, rows, logits, stats)
     sampled = sample(state, rows, logits, signals, raw)
@@ -78,18 +78,18 @@ def verify(
     stats: ReadStats,
     at: Int[Array, "r t1"],
 ) -> tuple[DecodeState, StepOutput]:
-    """Sample position by position, going on in a row while its token equals the drafted one.
+    """Sample position by position; a row continues while its token equals the drafted one.
 
-    `at` says in which row of `logits` and `stats` each token stands. What is sampled is what would have been without
-    drafts. Returns the outputs stacked over positions; rows that went on no further hold nothing there. Pages of
-    rejected tokens are given back.
+    `at` is the row of `logits` and `stats` of each token. The sampled tokens are those without
+    drafts. Returns the outputs stacked over positions; rows that have ended are undefined there. Pages of
+    rejected tokens are released.
     """
     last = drafting.most
-    light = replace(state, plants=())  # what no position changes stays out
+    light = replace(state, plants=())  # positions do not change the plants
     start_rows, num_rows = rows, rows.token.shape[0]
     heavy, stats = stats.heavy_blocks, replace(stats, heavy_blocks=None)
 
-    @jax.jit  # traced once, for the shapes and for the loop: arrays are handed to it, never closed over
+    @jax.jit  # traced once, for the shapes and for the loop: arrays are arguments, never closed over
     def one(
         i: Int[Array, ""],
         state: DecodeState,
@@ -121,15 +121,15 @@ def verify(
 
     nothing = jnp.zeros(num_rows, jnp.int32)
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
-    told = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
-    outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in told.items()})
+    counts = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
+    outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in counts.items()})
     draft = fared(after, rows, drafts.count, accepted, drafts.before)
-    held = -(-rows.placed(rows.take(after.length)) // config.page_size)
+    needed = -(-rows.placed(rows.take(after.length)) // config.page_size)
     most = last // config.page_size + 1
-    surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - held, 0))
+    surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - needed, 0))
     return replace(
         after,
-        # of what was drafted, every model goes on from what stands
+        # every model continues from the accepted tokens
         plants=tuple(replace(plant, num_cached=jnp.minimum(plant.num_cached, after.length)) for plant in state.plants),
         draft=rows.put(after.draft, draft),
         heavy_blocks=rows.put_where(rows.run, after.heavy_blocks, heavy),
@@ -138,7 +138,7 @@ def verify(
 
 
 def undrafted(after: DecodeState, rows: Rows, stats: ReadStats) -> DecodeState:
-    """Return the state after a step in which nothing was drafted, though another step may draft."""
+    """Return the state after a step without drafts by a decoder that may draft in others."""
     nothing = jnp.zeros(len(rows.token), jnp.int32)
     return replace(
         after,
@@ -154,22 +154,22 @@ def fared(
     accepted: Int[Array, " r"],
     from_before: Bool[Array, " r"] | None = None,
 ) -> lengths.DraftState:
-    """Return how the drafts of the rows fare after a step, by the laws of whoever made them.
+    """Return the draft state of the rows after a step, each part updated by its own law.
 
-    `count` tokens were drafted for each row, of those `from_before` by what is asked before the drafter.
+    `count` tokens were drafted for each row, in rows `from_before` by the drafter that is tried first.
     """
     known, entropies, length = rows.take((after.draft, after.signals.entropy, after.length))
     cached = rows.placed(length)
 
-    def told(law: lengths.DraftLength, draft: lengths.DraftState, own: Bool[Array, " r"] | bool) -> lengths.DraftState:
+    def moved(law: lengths.DraftLength, draft: lengths.DraftState, own: Bool[Array, " r"] | bool) -> lengths.DraftState:
         updated = jax.vmap(partial(lengths.updated, law))
-        drafted, held = (jnp.where(own, each, 0) for each in (count, accepted))
-        return updated(draft, rows.run, drafted, held, entropies, cached)
+        drafted, correct = (jnp.where(own, each, 0) for each in (count, accepted))
+        return updated(draft, rows.run, drafted, correct, entropies, cached)
 
     if from_before is None or known.before is None:
-        return told(after.draft_laws[0], known, True)
+        return moved(after.draft_laws[0], known, True)
     own, before = after.draft_laws
-    return replace(told(own, known, ~from_before), before=told(before, known.before, from_before))
+    return replace(moved(own, known, ~from_before), before=moved(before, known.before, from_before))
 
 
 @jax.named_scope("measure")
@@ -181,14 +181,14 @@ def measure(
     logits: Float[Array, "r v"],
     stats: ReadStats,
 ) -> tuple[Signals, entropy.Moments]:
-    """Return the raw signals of this step, before sampling, and the moments of the logits as they are."""
+    """Return the raw signals of this step, before sampling, and the moments of the unmodified logits."""
     raw = entropy.moments(logits)
     at = config.calibration.temperature
     calibrated = raw if at == 1.0 else entropy.moments(logits, at)
     log_prob = entropy.log_probabilities(logits, calibrated, at)
     estimate = rows.take(state.laws).estimator(log_prob, calibrated)
     generated = rows.take(state.generated) + 1
-    ran, looked = rows.run.astype(jnp.int32), stats.num_entropies > 0
+    ran, scored = rows.run.astype(jnp.int32), stats.num_entropies > 0
     signals = replace(
         rows.take(state.signals),
         entropy=estimate.entropy,
@@ -197,8 +197,8 @@ def measure(
         entropy_high=estimate.high,
         margin=entropy.margin(logits, raw),
         kept_mass=stats.kept_mass,
-        attention_entropy=jnp.where(looked, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
-        least_attention_entropy=jnp.where(looked, stats.least_entropy, jnp.nan),
+        attention_entropy=jnp.where(scored, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
+        least_attention_entropy=jnp.where(scored, stats.least_entropy, jnp.nan),
         blocks_read=stats.blocks_read,
         summaries_read=stats.summaries_read,
         cost=price(stats),
@@ -206,7 +206,7 @@ def measure(
         generated=generated,
         remaining=rows.take(state.limit) - generated,
         arrival=rows.take(state.arrival),
-        pages_held=-(-(rows.place + ran) // config.page_size),
+        allocated_pages=-(-(rows.place + ran) // config.page_size),
         urgency=rows.take(state.urgency),
     )
     return signals, raw
@@ -214,7 +214,7 @@ def measure(
 
 @jax.named_scope("control")
 def control(state: DecodeState, rows: Rows, sampled: Sampled, raw: entropy.Moments, stats: ReadStats) -> Verdict:
-    """Run the laws on every row, and judge it; greedy requests stay greedy under every law."""
+    """Run the laws on every row, and check the result; greedy requests stay greedy under every law."""
     before, settings, signals = rows.take(state.control), rows.take(state.sampling), sampled.signals
     mass = None if before.block_mass is None else stats.block_masses
     mask, total = stats.block_masks, before.total_cost + signals.cost
@@ -237,7 +237,7 @@ def commit(
     verdict: Verdict,
     first: Bool[Array, ""] | bool,
 ) -> DecodeState:
-    """Put what the rows came to back into their slots, where a token was produced; the others wait on."""
+    """Write the rows' results back into their slots if a token was produced; the others keep waiting."""
     waited = jnp.where(first, jnp.where(state.active, state.control.wait + 1, 0), state.control.wait)
     slots = (state.token, state.length, state.generated, state.signals, state.logits)
     new = (
@@ -280,12 +280,12 @@ def report(
     stats: ReadStats,
     logprobs: Bool[Array, " r"],
 ) -> StepOutput:
-    """Return what the step did, slot by slot; rows with `logprobs` ask for alternatives of their tokens."""
+    """Return what the step did, slot by slot; rows with `logprobs` request alternatives of their tokens."""
     top = _alternatives(config, logits, rows.run & logprobs)
     if top is not None:
         top = rows.spread(config.num_slots, (top[0] - entropy.log_normaliser(raw)[:, None], top[1]))
-    told = (verdict.produced, verdict.finished, verdict.fault, sampled.temperature)
-    produced, finished, fault, temperature = rows.spread(config.num_slots, told)
+    fields = (verdict.produced, verdict.finished, verdict.fault, sampled.temperature)
+    produced, finished, fault, temperature = rows.spread(config.num_slots, fields)
     return StepOutput(
         token=after.token,
         produced=produced,
@@ -308,7 +308,7 @@ def report(
 def _alternatives(
     config: DecoderConfig, logits: Float[Array, "r v"], asked: Bool[Array, " r"]
 ) -> tuple[Float[Array, "r a"], Int[Array, "r a"]] | None:
-    """The greatest logits and their tokens, or zeros where no row asks; None where the decoder reports none."""
+    """Return the greatest logits and their tokens, or zeros if no row asks; None if the decoder reports none."""
     if not config.num_logprobs:
         return None
     shape = logits.shape[0], config.num_logprobs
@@ -321,5 +321,5 @@ def _after_token(laws: Controller, signals: Signals, control: ControlState) -> C
 
 
 def _cold(settings: Sampling, control: ControlState) -> ControlState:
-    """The control state with temperature 0 where the request is greedy."""
+    """Return the control state with temperature 0 if the request is greedy."""
     return replace(control, temperature=jnp.where(settings.temperature == 0, 0.0, control.temperature))

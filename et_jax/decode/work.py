@@ -1,4 +1,4 @@
-"""What a step does for its sequences, by each of the decoder's models."""
+"""The work of a step for its sequences, by each of the decoder's models."""
 
 from functools import partial
 
@@ -14,12 +14,12 @@ from et_jax.types import pytree, replace
 
 @pytree
 class Work:
-    """What one model did for a sequence; `cost.price` says what that comes to.
+    """The work of one model for a sequence; `cost.price` is its price.
 
-    It read `tokens` of the text, and for them `blocks` of the cache and `summaries` to choose those by, counted over
-    layers and KV heads. Their queries met `attended` keys at most, of every KV head of every layer. `passes` is how
-    often all its weights were read, which the rows of a step share: it is the same for each of them. Those of experts
-    are apart: `experts` are the ones that it took, None where it has none.
+    It processed `tokens`, and for them read `blocks` of the cache and scored `summaries`, counted over
+    layers and KV heads. Their queries attended to at most `attended` keys, of every KV head of every layer. `passes`
+    counts the reads of all its weights, which the rows of a step share: it is equal for each of them. Experts
+    count separately: `experts` are those it used, None for a model without experts.
     """
 
     tokens: Int[Array, "*b"]
@@ -30,7 +30,7 @@ class Work:
     experts: ExpertReads | None = None
 
     def plus(self, other: "Work") -> "Work":
-        """Return what both come to."""
+        """Return the sum of both."""
         return jax.tree.map(jnp.add, self, other)
 
     def where(self, kept: Bool[Array, "*b"] | Bool[Array, ""]) -> "Work":
@@ -39,7 +39,7 @@ class Work:
 
 
 def no_work(plant: Plant, num_rows: int) -> Work:
-    """Return the work of rows for which nothing was done."""
+    """Return empty work of rows."""
     none = jnp.zeros(num_rows, jnp.int32)
     return Work(
         tokens=none,
@@ -54,7 +54,7 @@ def no_work(plant: Plant, num_rows: int) -> Work:
 def of_tokens(
     plant: Plant, rows: Rows, blocks: Int[Array, " r"], summaries: Int[Array, " r"], experts: ExpertReads | None
 ) -> Work:
-    """Return the work of one pass over the rows' tokens, which read so many blocks and summaries, and took experts."""
+    """Return the work of one pass over the rows' tokens, which read so many blocks and summaries, and used experts."""
     keys = jnp.minimum(blocks * plant.page_size, (rows.position + 1) * plant.all_kv_heads)
     run = rows.run.astype(jnp.int32)
     return Work(
@@ -68,7 +68,7 @@ def of_tokens(
 
 
 def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"], experts: ExpertReads | None) -> Work:
-    """Return the work of one pass over a chunk of `count` tokens a row, which read all up to their `end`."""
+    """Return the work of one pass over a chunk of `count` tokens a row, with full attention up to their `end`."""
     run = (count > 0).astype(jnp.int32)
     met = count.astype(jnp.float32) * end.astype(jnp.float32) * plant.all_kv_heads
     return Work(
@@ -82,9 +82,9 @@ def of_chunks(plant: Plant, count: Int[Array, " r"], end: Int[Array, " r"], expe
 
 
 def by_position(work: Work, at: Int[Array, "r t"], drafted: Int[Array, " r"], produced: Bool[Array, "t r"]) -> Work:
-    """Return the work of every position, of rows of which `at` says where each token stands, as `laid_out` does.
+    """Return the work of every position, where `at` is the row of each token of a row, as in `laid_out`.
 
-    What was done for drafted tokens that were not `produced` goes to the first one.
+    The work for drafted tokens that were not `produced` counts for the first one.
     """
     ahead = jnp.arange(at.shape[1])
     real = (ahead <= drafted[:, None]).T
@@ -98,6 +98,6 @@ def by_position(work: Work, at: Int[Array, "r t"], drafted: Int[Array, " r"], pr
 
 
 def _at_first(shape: tuple[int, ...], shared: Int[Array, " w"]) -> Int[Array, "t r"]:
-    """What rows share with the first position of each, and none with the others; `shape` is of rows and positions."""
+    """Return what rows share at the first position of each, 0 at the others; `shape` is of rows and positions."""
     num_rows, length = shape
     return jnp.zeros((length, num_rows), shared.dtype).at[0].set(shared[:num_rows])

@@ -1,14 +1,14 @@
-"""The edges to the world outside.
+"""Input and output at the edges of the package.
 
-values              what callers give: each as a plain one of the kind that is wanted, or a sentence
-knobs               settings that are fields of a dataclass, with what each means and its bounds
-files, checksums    files whole or not there; folders whose every file has a checksum
-texts               files of text that a user names
-schema, gguf        what the JSON files of a model folder may say; the values and tensors of a GGUF file
-terminal, bar       what a stream is able to show; a progress bar
-known               figures of which some are not known, told as missing
+values              values from callers: each converted to the requested plain type, or refused in a sentence
+knobs               settings that are fields of a dataclass, with their meaning and bounds
+files, checksums    atomic writes of files; folders whose every file has a checksum
+texts               text files that a user names
+schema, gguf        validation of the JSON files of a model folder; the values and tensors of a GGUF file
+terminal, bar       the abilities of a stream; a progress bar
+known               figures that may be unknown, reported as missing
 html                plain values as HTML: tables, text coloured by entropy
 own_sources         a digest of the package's own sources, as they were imported
 cell                a place in the output of a notebook cell
-later               threads whose work a process can do without: which of it the end waits for
+later               optional background threads, and which of their work the process waits for at its end
 """

@@ -9,7 +9,7 @@ from et_jax.io.terminal import takes_escapes
 
 
 class Bar:
-    """A bar over `total` pieces of work and the tokens they bring, or nothing where there is no total."""
+    """A bar over `total` pieces of work and the tokens they produce, or nothing without a total."""
 
     def __init__(self, total: int | None) -> None:
         self._total, self._tokens, self._bar = total, 0, None
@@ -25,7 +25,7 @@ class Bar:
             self._bar.stop()
 
     def count(self, *, token: bool, ended: bool) -> None:
-        """Count a token, and a piece of work that ended."""
+        """Count a token, and a finished piece of work."""
         if self._bar is None:
             return
         self._tokens += token
@@ -35,7 +35,7 @@ class Bar:
 
 
 class _OnStream:
-    """A bar on standard output; where nothing can be rewritten, its last state is printed at the end."""
+    """A bar on standard output; if the stream cannot be rewritten, the last state is printed at the end."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -47,8 +47,8 @@ class _OnStream:
         self._task = self._bar.add_task("", total=total)
         self._bar.start()
 
-    def advance(self, told: str) -> None:
-        self._bar.update(self._task, advance=1, description=told)
+    def advance(self, rate: str) -> None:
+        self._bar.update(self._task, advance=1, description=rate)
 
     def stop(self) -> None:
         self._bar.stop()
@@ -58,16 +58,16 @@ class _InNotebook:
     """A bar in the output of a cell."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._ended, self._told, self._area = total, 0, "", Area()
+        self._total, self._ended, self._rate, self._area = total, 0, "", Area()
         self._area.draw(self._drawn)
 
-    def advance(self, told: str) -> None:
-        self._ended, self._told = self._ended + 1, told
+    def advance(self, rate: str) -> None:
+        self._ended, self._rate = self._ended + 1, rate
         self._area.draw(self._drawn)
 
     def stop(self) -> None:
         self._area.draw(self._drawn, last=True)
 
     def _drawn(self) -> tuple[str, str]:
-        said = f"{self._ended}/{self._total} {self._told}".strip()
+        said = f"{self._ended}/{self._total} {self._rate}".strip()
         return html.boxed(html.progress(self._ended, self._total, said)), said

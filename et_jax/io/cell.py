@@ -1,15 +1,15 @@
-"""A place in the output of a notebook cell that is rewritten in place. IPython is imported here alone."""
+"""A place in the output of a notebook cell that is rewritten in place. Only this module imports IPython."""
 
 import sys
 import time
 from collections.abc import Callable
 
-_EVERY = 0.1  # seconds between two drawings: an eye sees no more, and a far front end must get each
+_EVERY = 0.1  # seconds between two drawings: faster is invisible, and a remote front end must receive each
 
 
 def in_notebook() -> bool:
-    """Return whether a kernel runs this, whose front end draws HTML: a notebook's, not a terminal's."""
-    ipython = sys.modules.get("IPython")  # loaded by every kernel before the first cell
+    """Return whether a kernel with an HTML front end runs this: a notebook's, not a terminal's."""
+    ipython = sys.modules.get("IPython")  # every kernel loads it before the first cell
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
@@ -20,7 +20,7 @@ class Area:
         self._handle, self._next = None, 0.0
 
     def draw(self, drawn: Callable[[], tuple[str, str]], *, last: bool = False) -> None:
-        """Show what `drawn` returns, HTML and the same as text; not too soon after another unless it is the `last`."""
+        """Show what `drawn` returns, HTML and plain text; unless it is the `last`, it is skipped soon after another."""
         if not last and time.monotonic() < self._next:
             return
         html, text = drawn()

@@ -1,4 +1,4 @@
-"""Folders whose every file is known by its checksum: sealed when written, checked before anything in them is read."""
+"""Folders with a checksum for every file: sealed when written, checked before anything in them is read."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from typing import Any
 from et_jax.errors import UsageError
 
 FILE = "checksums.json"
-_FORMAT = 2  # of format 1 were folders without this file
+_FORMAT = 2  # format 1 had no checksum file
 
 
 def seal(folder: Path, **facts: Any) -> None:
-    """Write the checksum of every file in `folder`, and `facts`, into a file of the folder, and onto the disk."""
+    """Write the checksum of every file in `folder`, and `facts`, into a file of the folder, and sync it."""
     files = {str(file.relative_to(folder)): _digest(file) for file in sorted(folder.rglob("*")) if file.is_file()}
     sealed = {"format": _FORMAT, "files": files} | facts
     with (folder / FILE).open("w", encoding="utf-8") as file:
@@ -23,14 +23,13 @@ def seal(folder: Path, **facts: Any) -> None:
 
 
 def check(folder: Path, remedy: str) -> dict[str, Any]:
-    """Return what was sealed in `folder`, if every file is there with the bytes it had.
+    """Return the sealed facts of `folder`, if every file is there with unchanged bytes.
 
-    Raises UsageError where it is not; `remedy` ends the sentence: how to come by a sound folder.
+    Otherwise raises UsageError; `remedy` ends the sentence: how to obtain an intact folder.
     """
     if not (folder / FILE).exists():
         raise UsageError(
-            f"{folder} has no {FILE}: an earlier et_jax wrote it, which kept no checksums, or the file is lost; "
-            f"{remedy}."
+            f"{folder} has no {FILE}: an earlier et_jax wrote it without checksums, or the file is lost; {remedy}."
         )
     try:
         read = json.loads((folder / FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, then moved into it."""
+"""Atomic writes of files: written beside their place, then moved into it."""
 
 import contextlib
 import errno
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path with the home that it begins with in full, if it does.
+    """Return a path with a leading ~ replaced by the home folder.
 
-    Raises UsageError where that home is no place: unknown, or not absolute.
+    Raises UsageError if the home is unknown, or not absolute.
     """
     home = os.environ.get("HOME", "/")
     if Path(path).parts[:1] == ("~",) and not os.path.isabs(home):
@@ -32,19 +32,19 @@ def expanded(path: str | Path) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the user's folder for what et_jax can make anew: under XDG_CACHE_HOME, an absolute path, or ~/.cache.
+    """Return the user's folder for files that et_jax can recreate: under XDG_CACHE_HOME, an absolute path, or ~/.cache.
 
-    Raises UsageError where there is no home.
+    Raises UsageError if there is no home.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (named if named.is_absolute() else expanded("~/.cache")) / "et_jax"
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Put `content` at `path`: a reader sees the old file or the new, never half of either.
+    """Put `content` at `path` atomically: a reader sees the old file or the new one.
 
-    It is on the disk before its name is. A link stays, and what it points to is replaced; permissions stay. Raises
-    UsageError where it cannot be written.
+    The content is synced before the file is renamed. A link stays, and its target is replaced; permissions stay. Raises
+    UsageError if it cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     with _beside(path) as (writer, beside, place):
@@ -56,16 +56,16 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
 
 
 def replace_picture(path: str | Path, figure: "Figure", **how: Any) -> None:
-    """Put a drawing at `path` as `replace_file` does; the format follows the suffix, `how` is for `savefig`."""
+    """Put a drawing at `path` like `replace_file`; the format follows the suffix, `how` is for `savefig`."""
     drawn = BytesIO()
     figure.savefig(drawn, format=Path(path).suffix[1:] or None, **how)
     replace_file(path, drawn.getvalue())
 
 
 def check_writable(path: str | Path, *, grows: bool = False) -> None:
-    """Find out whether a file can be written at `path`, and leave what is there as it is.
+    """Check that a file can be written at `path`, and leave it unchanged.
 
-    It will be replaced whole, or, where it `grows`, be written bit by bit, which devices and pipes take too. Raises
+    It will be replaced atomically or, if it `grows`, appended to, which devices and pipes support too. Raises
     UsageError.
     """
     found = _found(path)
@@ -79,7 +79,7 @@ def check_writable(path: str | Path, *, grows: bool = False) -> None:
 
 @contextmanager
 def _beside(path: str | Path) -> Iterator[tuple[Any, Path, Path]]:
-    """Open a new file in the folder of `path` under a name that is free; it goes unless the block gives it another."""
+    """Open a new file in the folder of `path` under an unused name; it is deleted unless the block renames it."""
     found = _found(path)
     if str(path).endswith(os.sep):
         raise UsageError(f"{path} is the name of a folder; choose another file.")
@@ -105,7 +105,7 @@ def _beside(path: str | Path) -> Iterator[tuple[Any, Path, Path]]:
 
 
 def _found(path: str | Path) -> os.stat_result | None:
-    """Return what there is at `path`, None where there is nothing. Raises UsageError where no file can be."""
+    """Return the status of `path`, None if nothing is there. Raises UsageError for an invalid file name."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _refusal(path: str | Path, error: OSError | ValueError) -> UsageError:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Force a new name in a folder to the disk, where the system can."""
+    """Sync a new name in a folder to the disk, if the system can."""
     with contextlib.suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:

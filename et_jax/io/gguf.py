@@ -1,7 +1,7 @@
-"""GGUF, the file format of llama.cpp: values by key and the places of tensors, read with care.
+"""GGUF, the file format of llama.cpp: its values and the places of its tensors, validated.
 
-Files come from strangers. The reader takes no byte beyond the end of the file, and counts the items of all lists before
-it makes them. Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+Files may be malicious. The reader reads no byte beyond the end of the file, and counts the items of all lists before
+it allocates them. Format: github.com/ggml-org/ggml, docs/gguf.md, versions 2 and 3.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ _AGAIN = "fetch the file again"
 _NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _MOST_AXES = 4
-_MOST_ITEMS = 2**23  # of all lists of a file, in Python's objects of some 60 bytes; vocabularies have up to 2**18
+_MOST_ITEMS = 2**23  # of all lists of a file, as Python objects of some 60 bytes; vocabularies have up to 2**18
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-"""The dtypes of tensors that are not quantised."""
+"""The dtypes of unquantised tensors."""
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Where a tensor lies: `kind` is its type in ggml's words, `shape` has the fastest axis last, `begin` is a byte."""
+    """The place of a tensor: `kind` is its ggml type, `shape` has the fastest axis last, `begin` is a byte offset."""
 
     file: Path
     name: str
@@ -43,9 +43,9 @@ class GgufTensor:
     begin: int
 
     def numbers(self, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """Return the tensor, or the `rows` of its first axis from one to before another; a copy.
+        """Return a copy of the tensor, or of the half-open range `rows` of its first axis.
 
-        A quantised tensor is float32, any other as it is stored. Raises UsageError where the file is shorter now.
+        A quantised tensor is dequantised to float32, others keep their dtype. Raises UsageError if the file has shrunk.
         """
         first, end = rows or (0, self.shape[0])
         shape = (end - first, *self.shape[1:])
@@ -64,7 +64,7 @@ class GgufTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """What the header of a file says, and those of the files that it is split into."""
+    """The contents of a file's header, and of those of the files that it is split into."""
 
     file: Path
     values: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Gguf:
 
 @functools.cache
 def block_of(kind: str) -> tuple[int, int]:
-    """Return how many numbers a block of a type holds, and its bytes. Raises UsageError for types without a decoder."""
+    """Return the numbers per block of a type, and its bytes. Raises UsageError for types without a decoder."""
     if kind in FLOATS:
         return 1, FLOATS[kind].itemsize
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -91,26 +91,26 @@ def block_of(kind: str) -> tuple[int, int]:
 
 
 def _bytes(kind: str, count: int) -> int:
-    """Return the bytes of so many numbers, which fill whole blocks."""
+    """Return the bytes of so many numbers, which fill entire blocks."""
     block, size = block_of(kind)
     return count // block * size
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Return whether a path is named as GGUF files are."""
+    """Return whether a path has the suffix of GGUF files."""
     return Path(path).suffix.lower() == SUFFIX
 
 
 def gguf_in(folder: Path) -> Path | None:
-    """Return the one GGUF file of a folder without config.json, the first of a split one; None where there is none.
+    """Return the only GGUF file of a folder without config.json, the first of a split one; None if there is none.
 
-    Raises UsageError where there are several.
+    Raises UsageError if there are several.
     """
     if (folder / "config.json").exists():
         return None
     try:
         files = sorted(one for one in folder.iterdir() if is_gguf(one) and one.is_file())
-    except OSError:  # a folder that may not be read, of which reading config.json will say so
+    except OSError:  # an unreadable folder: reading config.json will report it
         return None
     models = [file for file in files if (split := _SPLIT.search(file.name)) is None or int(split[1]) == 1]
     if len(models) > 1:
@@ -120,16 +120,16 @@ def gguf_in(folder: Path) -> Path | None:
 
 
 def read_gguf(file: Path) -> Gguf:
-    """Return what a file says of a model. A file that is split is read with the others, which lie beside it.
+    """Return the header of a model file. A split file is read with its other parts in the same folder.
 
-    Raises UsageError where a file is absent, damaged, of another version, or says what cannot be.
+    Raises UsageError if a file is absent, damaged, of another version, or has invalid values.
     """
     size = check_regular(file)
     return _read(file, size, file.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4)
-def _read(file: Path, size: int, changed: int) -> Gguf:  # a file that was replaced has another size or time
+def _read(file: Path, size: int, changed: int) -> Gguf:  # a replaced file has another size or time
     first = _Reader(file).header()
     parts = _parts(file, first.values.get("split.count", 1))
     if parts == [file]:
@@ -146,15 +146,15 @@ def _read(file: Path, size: int, changed: int) -> Gguf:  # a file that was repla
 
 
 def parts_of(file: Path) -> list[Path]:
-    """Return the files that a GGUF file is split into, in order; the file alone where it is not split.
+    """Return the files that a GGUF file is split into, in order; only the file itself if it is not split.
 
-    Raises UsageError where one is absent.
+    Raises UsageError if one is absent.
     """
     return _parts(file, read_gguf(file).values.get("split.count", 1))
 
 
 def _parts(file: Path, count: Any) -> list[Path]:
-    """Return the files of a model that says it is split into `count`."""
+    """Return the files of a model whose header gives `count` parts."""
     if not isinstance(count, int) or count < 2:
         return [file]
     split = _SPLIT.search(file.name)
@@ -191,7 +191,7 @@ class _Reader:
         for _ in range(num_values):
             key = self._text()
             if key in values:
-                raise self._damaged(f"the key {named(key)} stands twice")
+                raise self._damaged(f"the key {named(key)} is listed twice")
             values[key] = self._value(self._number("I"))
         places = [self._tensor() for _ in range(num_tensors)]
         alignment = values.get("general.alignment", 32)
@@ -200,14 +200,14 @@ class _Reader:
         return Gguf(file=self._file, values=values, tensors=self._placed(places, -(-self._at // alignment) * alignment))
 
     def _placed(self, places: list[GgufTensor], data: int) -> dict[str, GgufTensor]:
-        """Return tensors by name, each within the file and apart from the others."""
+        """Return tensors by name, each within the file and not overlapping the others."""
         found: dict[str, GgufTensor] = {}
         end = data
         for place in sorted(places, key=lambda place: place.begin):
             block, _ = block_of(place.kind)
             begin, count = data + place.begin, math.prod(place.shape)
             if place.name in found:
-                raise self._damaged(f"the tensor {named(place.name)} stands twice")
+                raise self._damaged(f"the tensor {named(place.name)} is listed twice")
             if place.shape[-1] % block:
                 raise self._damaged(f"the rows of {named(place.name)} do not fill blocks of {block}")
             if begin < end:

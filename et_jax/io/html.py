@@ -1,7 +1,7 @@
 """Plain values as HTML, for notebooks and pages: escaped text, tables, text coloured by entropy.
 
-Every piece is safe to put between tags whatever text it is made of, and `boxed` puts pieces together under `STYLE`,
-whose rules reach nothing outside. Colour is never all: a token tells its figures when pointed at, a scale its numbers.
+Every piece is safe between tags whatever text it contains, and `boxed` combines pieces under `STYLE`,
+whose rules apply only within. Colour is never the only cue: tooltips and scales show the numbers.
 """
 
 import html
@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SCOPE = "et-jax"
-"""The class under which every rule of `STYLE` stands."""
+"""The class that scopes every rule of `STYLE`."""
 
-MOST_TOKENS = 2000  # that are coloured of one text: some 250 kB
-_MOST_BEFORE = 2000  # characters of what stands before it
+MOST_TOKENS = 2000  # coloured tokens per text: some 250 kB
+_MOST_BEFORE = 2000  # characters of the text before it
 _HALF = re.compile("[\ud800-\udfff]")
-_FLOOR = 1.0  # nats: texts of less entropy than this throughout are not stretched to the full scale
+_FLOOR = 1.0  # nats: texts of lower entropy are not stretched to the full scale
 
-# One hue, lightness alone tells the steps apart, so that colour-blind readers see the same order. Equal steps in OKLab.
+# One hue in steps of lightness only, so that colour-blind readers see the same order. Equal steps in OKLab.
 LIGHT_STEPS = (
     *("#fffaf0", "#ffeedb", "#fee2c7", "#fdd7b2", "#fbcb9d"),
     *("#fabe87", "#f8b270", "#f5a658", "#f3993a", "#f08c00"),
@@ -32,7 +32,7 @@ STEPS = len(LIGHT_STEPS)
 
 _LIGHT = {"ink": "#1b1b1b", "faint": "#595959", "paper": "#ffffff", "line": "#d0d0d0", "scheme": "light"}
 _DARK = {"ink": "#f2f2f2", "faint": "#b3b3b3", "paper": "#161616", "line": "#484848", "scheme": "dark"}
-_THEMES = {  # how Jupyter, Colab, VS Code, documentation pages and pages of one's own say which they are
+_THEMES = {  # how Jupyter, Colab, VS Code, documentation pages and other pages mark their theme
     "light": (
         *('[data-theme="light"]', 'body[data-jp-theme-light="true"]', 'html[theme="light"]'),
         *("body.vscode-light", '[data-md-color-scheme="default"]'),
@@ -45,7 +45,7 @@ _THEMES = {  # how Jupyter, Colab, VS Code, documentation pages and pages of one
 
 
 def _rule(where: str, colours: Mapping[str, str], steps: Sequence[str]) -> str:
-    """The rule that sets the colours of a theme."""
+    """Return the rule that sets the colours of a theme."""
     named = [f"--et-{name}:{colour}" for name, colour in colours.items() if name != "scheme"]
     named += [f"--et-{i}:{colour}" for i, colour in enumerate(steps)]
     return f"{where}{{color-scheme:{colours['scheme']};{';'.join(named)}}}"
@@ -78,16 +78,16 @@ def _style() -> str:
 
 
 STYLE = _style()
-"""Rules for light and dark: as the reader's system asks, unless the notebook or the page around says which it is."""
+"""Rules for light and dark: the system's preference, unless the notebook or the page around sets a theme."""
 
 
 def escaped(text: str) -> str:
-    """Return `text` for a place between tags or within quotes; what has no shape becomes U+FFFD, newlines stay."""
+    """Return `text` escaped for tags and quoted attributes; unprintable characters become U+FFFD, newlines stay."""
     return html.escape("".join(map(_shown, text)))
 
 
-def whole(text: str) -> str:
-    """Return `text` with U+FFFD for each half of a surrogate pair, of which no file can be made."""
+def valid_text(text: str) -> str:
+    """Return `text` with each half of a surrogate pair replaced by U+FFFD, so that it can be encoded."""
     return text if text.isascii() else _HALF.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -104,28 +104,28 @@ def shown(value: Any) -> str:
 
 
 def boxed(*pieces: str) -> str:
-    """Return pieces of HTML as one, under the rules of `STYLE`."""
+    """Return pieces of HTML combined under the rules of `STYLE`."""
     return f'<div class="{SCOPE}"><style>{STYLE}</style>{"".join(pieces)}</div>'
 
 
 def progress(done: int, total: int, said: str) -> str:
-    """Return a bar of which `done` of `total` is filled, and what is said beside it."""
+    """Return a bar of which `done` of `total` is filled, with the text `said` beside it."""
     return f'<label><progress value="{done}" max="{total}"></progress> {escaped(said)}</label>'
 
 
 def paragraph(text: str) -> str:
-    """Return a line of text, set apart."""
+    """Return a separate line of text."""
     return f"<p>{escaped(text)}</p>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> str:
-    """Return a table of plain values as `shown`; a column of nothing but numbers stands to the right.
+    """Return a table of plain values as `shown`; columns of only numbers are right-aligned.
 
-    Raises ValueError where a row is not as long as the header.
+    Raises ValueError if a row and the header differ in length.
     """
     for row in rows:
         if len(row) != len(header):
-            raise ValueError(f"rows: got one of {len(row)} cells, wanted {len(header)} as the header has")
+            raise ValueError(f"rows: got one of {len(row)} cells, wanted {len(header)} as in the header")
     columns = [[row[i] for row in rows] for i in range(len(header))]
     places = [' class="number"' if column and all(map(_is_number, column)) else "" for column in columns]
 
@@ -133,9 +133,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "
         drawn = (f"<{tag}{at}>{escaped(shown(one))}</{tag[:2]}>" for at, one in zip(places, cells, strict=True))
         return f"<tr>{''.join(drawn)}</tr>"
 
-    told = f"<caption>{escaped(caption)}</caption>" if caption else ""
+    title = f"<caption>{escaped(caption)}</caption>" if caption else ""
     head = f"<thead>{line('th scope="col"', header)}</thead>"
-    return f"<table>{told}{head}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+    return f"<table>{title}{head}<tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
 
 
 def _is_number(value: Any) -> bool:
@@ -148,9 +148,9 @@ def top_of(entropies: Sequence[float]) -> float:
 
 
 def step_of(entropy: float, top: float) -> int | None:
-    """Return the step of an entropy on a scale up to `top`, both in nats; None where it is not a number.
+    """Return the step of an entropy on a scale up to `top`, both in nats; None for NaN.
 
-    Step i begins at top (i / STEPS)^2: most tokens have little entropy, and differ in it.
+    Step i begins at top (i / STEPS)^2: most tokens have a low entropy, where small differences matter.
     """
     if math.isnan(entropy):
         return None
@@ -158,7 +158,7 @@ def step_of(entropy: float, top: float) -> int | None:
 
 
 def starts(top: float) -> list[float]:
-    """Return the entropy that each step of a scale up to `top` begins at, in nats."""
+    """Return the entropy at which each step of a scale up to `top` begins, in nats."""
     return [top * (i / STEPS) ** 2 for i in range(STEPS)]
 
 
@@ -172,11 +172,11 @@ def coloured(
 ) -> str:
     """Return texts of tokens one after another, each on the colour of its entropy (nats), after a faint text `before`.
 
-    Of a long text `before` the end is shown. `titles` are told when a token is pointed at, by default the entropies.
-    The scale ends at `top`, by default at `top_of(entropies)`. A token without text leaves a mark. Of many tokens the
-    first `MOST_TOKENS` are shown, and said.
+    Only the end of a long text `before` is shown. `titles` are the tooltips of tokens, by default the entropies.
+    The scale ends at `top`, by default at `top_of(entropies)`. A token without text is shown as a mark. Of many tokens
+    the first `MOST_TOKENS` are shown, with a note.
 
-    Raises ValueError where the lists are not of one length.
+    Raises ValueError if the lists differ in length.
     """
     titles = [f"entropy {entropy:.3f} nats" for entropy in entropies] if titles is None else titles
     if not len(texts) == len(entropies) == len(titles):
@@ -195,13 +195,13 @@ def coloured(
 
 
 def _token(text: str, step: int | None, title: str) -> str:
-    """One token; a mark where there is nothing to see of it, so that it can be pointed at."""
+    """Return one token; a mark if its text is invisible, so that it can be pointed at."""
     named = [*([] if step is None else [f"s{step}"]), *([] if text.strip("\n") else ["mark"])]
     kind = f' class="{" ".join(named)}"' if named else ""
     return f'<span{kind} title="{escaped(title)}">{escaped(text)}</span>'
 
 
 def scale(top: float) -> str:
-    """Return the scale of colours, each step with the entropy that it begins at, in nats."""
+    """Return the scale of colours, each step with the entropy at which it begins, in nats."""
     steps = (f'<span class="s{i}">{start:.2f}</span>' for i, start in enumerate(starts(top)))
     return f'<p class="scale">entropy, nats: {"".join(steps)} to {top:.2f}</p>'

@@ -1,6 +1,6 @@
-"""Knobs: settings that are fields of a dataclass, each with what it means and which numbers it may be.
+"""Knobs: settings that are fields of a dataclass, each with its meaning and its valid numbers.
 
-Commands list them as flags, and whoever makes such a dataclass has its values checked.
+Commands list them as flags, and the constructor of such a dataclass checks their values.
 """
 
 import dataclasses
@@ -8,15 +8,15 @@ import math
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io.values import number, plain, shown, whole
+from et_jax.io.values import integer, number, plain, shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Knob:
-    """What a field sets: `help` in a line, its `unit`, and the numbers from `least` to `most` that it may be.
+    """The meaning of a field: `help` in a line, its `unit`, and its valid numbers from `least` to `most`.
 
-    Whole numbers where `kind` is int. `wanted` says of a number in a sentence what it must be. Infinity is a number
-    only where the knob may be `infinite`. `usual` says in words what stands for the default where commands work it out.
+    Integers if `kind` is int. `wanted` describes valid numbers in messages. Infinity is valid
+    only if the knob may be `infinite`. `usual` describes the default in words if commands compute it.
     """
 
     help: str
@@ -29,17 +29,17 @@ class Knob:
     usual: str = ""
 
     def checked(self, name: str, value: Any) -> int | float:
-        """Return a value of the field `name` as a plain number. Raises UsageError where it is none, or out of range."""
+        """Return a value of the field `name` as a plain number. Raises UsageError if it is not one, or out of range."""
         if self.infinite and plain(value) in (math.inf, -math.inf):
             return float(value)
-        taken = whole(name, value) if self.kind is int else number(name, value)
+        taken = integer(name, value) if self.kind is int else number(name, value)
         if not self.least <= taken <= self.most:
             raise UsageError(f"{name} is {shown(taken)}; it must be {self.wanted}.")
         return taken
 
 
 def knob(default: float | int | None, about: Knob) -> Any:
-    """Return a field that is a knob. A default of None says that nothing is set, and no number of the knob's."""
+    """Return a field that is a knob. A default of None means that nothing is set."""
     return dataclasses.field(default=default, metadata={"knob": about})
 
 
@@ -50,5 +50,5 @@ def knobs(owner: Any) -> dict[str, Knob]:
 
 
 def defaults(owner: Any) -> dict[str, Any]:
-    """Return where the knobs of a dataclass stand unless they are set, by name; None where that is off."""
+    """Return the default values of a dataclass's knobs, by name; None means off."""
     return {field.name: field.default for field in dataclasses.fields(owner) if "knob" in field.metadata}

@@ -1,4 +1,4 @@
-"""Figures of which some are not known: NaN, infinite or None. They are told as missing, never as a number."""
+"""Figures that may be unknown: NaN, infinite or None. They are reported as missing, never as a number."""
 
 import math
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ def known(figures: Iterable[Figure | None]) -> list[Figure]:
 
 
 def known_or_none(figure: Figure | None) -> Figure | None:
-    """Return a figure, None where it is no finite number: JSON has no other word for it."""
+    """Return a figure, None unless it is a finite number, because JSON has no other representation."""
     return None if figure is None or not math.isfinite(figure) else figure
 
 
-def told(figure: Figure, form: str) -> str:
-    """Return a figure in words, by a format such as `.3g`; "unknown" where it is no finite number."""
+def formatted(figure: Figure, form: str) -> str:
+    """Return a figure as text, in a format such as `.3g`; "unknown" unless it is a finite number."""
     return format(figure, form) if math.isfinite(figure) else "unknown"
 
 
 def mean(figures: Iterable[Figure | None]) -> float:
-    """Return the mean of those that are known, NaN where none is."""
+    """Return the mean of the known figures, NaN if there is none."""
     there = known(figures)
     return sum(there) / len(there) if there else math.nan
 
 
-def ratio(figure: Figure, whole: Figure) -> float:
-    """Return `figure / whole`; NaN where that is no number."""
-    return figure / whole if whole else math.nan
+def ratio(figure: Figure, total: Figure) -> float:
+    """Return `figure / total`; NaN for a total of 0."""
+    return figure / total if total else math.nan

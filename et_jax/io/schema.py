@@ -1,6 +1,6 @@
-"""What the JSON files of a model folder may say. They come from strangers: read with care, checked whole.
+"""Schemas of the JSON files of a model folder. Files may be malicious: they are validated before use.
 
-Fields that are not read here may say anything. Every refusal is a `UsageError` that names file and field.
+Unlisted fields are ignored. Every refusal is a `UsageError` that names file and field.
 """
 
 import json
@@ -27,8 +27,8 @@ MAX_TEMPLATE_BYTES = 2**20
 MAX_LAYERS = 1024  # published models have up to about 130
 MAX_EOS_IDS = 8  # end tokens of a model, kept besides a request's own stop ids
 FETCH = "take the file from the model's repository again"
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that is half of a character, or of one written in two
-_SHOWN = 60  # characters of a value that a sentence shows
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, or of one half of a pair
+_SHOWN = 60  # the most characters of a value in a message
 _REPR = reprlib.Repr(maxstring=_SHOWN, maxother=_SHOWN)
 
 Size = Annotated[int, Meta(ge=1, le=2**22)]
@@ -39,7 +39,7 @@ Factor = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class KindFile(msgspec.Struct):
-    """The part of config.json that names the family; the rest is read once it is a known one."""
+    """The part of config.json that names the family; the rest is read if the family is known."""
 
     architectures: list[str] | None = None
     model_type: str | None = None
@@ -65,7 +65,7 @@ class RopeFile(msgspec.Struct):
 
 
 class ConfigFile(KindFile, kw_only=True):
-    """config.json, as far as it is read."""
+    """The fields of config.json that are read."""
 
     vocab_size: Size
     hidden_size: Size
@@ -132,13 +132,13 @@ class SchemeFile(msgspec.Struct):
 
 
 class GroupFile(msgspec.Struct):
-    """A group of layers whose weights compressed-tensors stores alike."""
+    """A group of layers with the same compressed-tensors scheme."""
 
     weights: SchemeFile | None = None
 
 
 class QuantizationFile(msgspec.Struct):
-    """The quantization_config of config.json, as all methods write it."""
+    """The quantization_config of config.json, for all methods."""
 
     quant_method: str | None = None
     format: str | None = None
@@ -155,7 +155,7 @@ class QuantizationFile(msgspec.Struct):
 
 
 class GenerationFile(msgspec.Struct):
-    """generation_config.json, and of config.json what a tokenizer wants to know."""
+    """generation_config.json, and the fields of config.json that a tokenizer needs."""
 
     bos_token_id: Token | None = None
     eos_token_id: Token | list[Token] | None = None
@@ -203,7 +203,7 @@ class SettingsFile(NamesFile):
 
 
 class VocabularyFile(msgspec.Struct):
-    """The model of a tokenizer.json: the library makes room for every id up to the highest."""
+    """The model of a tokenizer.json: the library allocates every id up to the highest."""
 
     vocab: dict[str, Id] | list[Any] | None = None
 
@@ -215,7 +215,7 @@ class AddedTokenFile(msgspec.Struct):
 
 
 class TokenizerFile(msgspec.Struct):
-    """Of tokenizer.json the parts that are read besides the library's own reading, and before it."""
+    """The parts of tokenizer.json that are validated before the library reads it."""
 
     model: VocabularyFile | None = None
     added_tokens: list[AddedTokenFile] | None = None
@@ -249,14 +249,14 @@ class CalibrationFile(msgspec.Struct):
 
 
 def is_there(file: Path) -> bool:
-    """Return whether there is anything of that name, be it no file that can be read."""
+    """Return whether anything has that name, readable or not."""
     return os.path.lexists(file)
 
 
 def check_regular(file: Path, most: int | None = None) -> int:
-    """Return how many bytes a file has.
+    """Return the size of a file in bytes.
 
-    Raises UsageError unless it is a regular one of at most `most` bytes: a pipe would be waited for.
+    Raises UsageError unless it is a regular one of at most `most` bytes: reading a pipe would block.
     """
     try:
         found = file.stat()
@@ -270,11 +270,11 @@ def check_regular(file: Path, most: int | None = None) -> int:
 
 
 def read_bytes(file: Path, most: int = MAX_JSON_BYTES) -> bytes:
-    """Return what a file holds. Raises UsageError where it is absent, larger than `most`, or no regular file."""
+    """Return the contents of a file. Raises UsageError if it is absent, larger than `most`, or not a regular file."""
     size = check_regular(file, most)
     try:
         with file.open("rb") as reader:
-            return reader.read(size)  # for which room is made at once
+            return reader.read(size)  # allocated at once
     except OSError as error:
         raise _unreadable(file, error) from error
 
@@ -288,7 +288,7 @@ def read_text(file: Path, most: int) -> str:
 
 
 def read_json(file: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises UsageError for anything else, and for a field that stands twice."""
+    """Return the object in a JSON file. Raises UsageError for anything else, and for a duplicate field."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -320,12 +320,12 @@ def read_json(file: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def read_optional(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one where there is no such file."""
+    """Return the object in a JSON file; an empty one without such a file."""
     return read_json(file) if is_there(file) else {}
 
 
 def checked(values: dict[str, Any], kind: type[T], source: str | Path, remedy: str = FETCH) -> T:
-    """Return `values` as the `kind` of file they are from. Raises UsageError naming the field that is wrong."""
+    """Return `values` as the schema `kind`. Raises UsageError naming the field that is wrong."""
     try:
         return msgspec.convert(values, kind, str_keys=True)
     except UnicodeEncodeError as error:
@@ -347,7 +347,7 @@ def _value(values: Any, path: str) -> Any:
 
 
 def named(text: str) -> str:
-    """Return a name for a sentence: as it is where it is a word, else quoted and cut."""
+    """Return a name for a message: a word unchanged, other text quoted and cut."""
     return text if text.isidentifier() and len(text) <= _SHOWN else _shortened(text)
 
 
@@ -358,5 +358,5 @@ def _shortened(value: Any) -> str:
 def _unreadable(file: Path, error: Exception) -> UsageError:
     if isinstance(error, FileNotFoundError):
         return UsageError(f"{file.parent} has no {file.name}; name a folder that holds a Hugging Face model.")
-    reason = (error.strerror if isinstance(error, OSError) else None) or "no such name can be"
-    return UsageError(f"{file} cannot be read ({reason}); mend its permissions or fetch it again.")
+    reason = (error.strerror if isinstance(error, OSError) else None) or "the name is invalid"
+    return UsageError(f"{file} cannot be read ({reason}); correct its permissions or fetch it again.")

@@ -1,4 +1,4 @@
-"""Files of text that a user names."""
+"""Text files that a user names."""
 
 import io
 import itertools
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from et_jax.errors import UsageError
 
-TEXT_BYTES = 256 * 2**20  # the most that is read of one
+TEXT_BYTES = 256 * 2**20  # the greatest size that is read
 _PIECE = 2**20
 
 
 def read_text(path: Path, called: str) -> str:
-    """Return the text of a file, which errors call `called`, with ends of lines of one kind.
+    """Return the text of a file, named `called` in errors, with normalised line ends.
 
-    Raises UsageError where it is none of UTF-8, has nothing in it, or more than TEXT_BYTES.
+    Raises UsageError if it is not UTF-8, is empty, or has more than TEXT_BYTES.
     """
     try:
         with path.open("rb") as file:
@@ -30,5 +30,5 @@ def read_text(path: Path, called: str) -> str:
 
 
 def decoded(data: bytes) -> str:
-    """Return the text of a file, with ends of lines of one kind. Raises UnicodeDecodeError where it is not UTF-8."""
+    """Return the text of a file, with normalised line ends. Raises UnicodeDecodeError if it is not UTF-8."""
     return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()

@@ -1,6 +1,6 @@
-"""Values that callers give: each as a plain one of the kind that is wanted, or a sentence that says what is.
+"""Conversion of callers' values: each becomes a plain one of the requested type, or a sentence that describes it.
 
-Scalars and arrays of numpy, of JAX and of their like are taken for the numbers and lists they hold. The
+Scalars and arrays of numpy, of JAX and similar are accepted as numbers and lists. The
 sentences suit those who write JSON as well as those who write Python.
 """
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from et_jax.errors import UsageError
 
-_NUMBERS = "hHiIlLqQnNefd"  # formats of a memoryview that are no characters or bytes
-_SHOWN = 60  # characters of a value in a sentence
-_FLOAT32_MAX = 3.4e38  # numbers travel to the device as float32
+_NUMBERS = "hHiIlLqQnNefd"  # memoryview formats of numbers, not characters or bytes
+_SHOWN = 60  # the most characters of a value in a message
+_FLOAT32_MAX = 3.4e38  # the device receives numbers as float32
 
 
 def fill_unset(settings: Any, *, but: Collection[str] = ()) -> None:
-    """Give every setting that is None its default: None says that a setting is not set.
+    """Give every setting that is None its default: None means that a setting is not set.
 
-    `settings` is a frozen dataclass that is being made. Fields without a default, and those in `but`, stay as they are.
+    `settings` is a frozen dataclass under construction. Fields without a default, and those in `but`, are unchanged.
     """
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) is not None or field.name in but:
@@ -32,14 +32,14 @@ def fill_unset(settings: Any, *, but: Collection[str] = ()) -> None:
             object.__setattr__(settings, field.name, field.default_factory())
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None, wanted: str = "") -> int:
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None, wanted: str = "") -> int:
     """Return `value` as an integer from `least` to `most`.
 
     Raises UsageError, naming the setting `name` and what is `wanted`, by default the bounds.
     """
     value = plain(value)
     if type(value) is not int:
-        raise UsageError(f"{name} is {shown(value)}; it must be a whole number.")
+        raise UsageError(f"{name} is {shown(value)}; it must be an integer.")
     if (least is not None and value < least) or (most is not None and value > most):
         too_low = most is None or (least is not None and value < least)
         bounds = f"at least {least}" if too_low else f"from {least} to {most}"
@@ -48,7 +48,7 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
 
 
 def number(name: str, value: Any) -> float:
-    """Return `value` as a finite float that float32 can hold. Raises UsageError, naming the setting `name`."""
+    """Return `value` as a finite float in the range of float32. Raises UsageError, naming the setting `name`."""
     value = plain(value)
     if type(value) not in (int, float):
         raise UsageError(f"{name} is {shown(value)}; it must be a number.")
@@ -68,7 +68,7 @@ def boolean(name: str, value: Any) -> bool:
 def ids(name: str, value: Sequence[Any], wanted: str) -> tuple[int, ...]:
     """Return a list of token ids as plain integers. Raises UsageError, naming the setting `name` and what is `wanted`.
 
-    Millions of ids are checked in a moment where they are plain already.
+    Millions of plain integers are checked quickly.
     """
     taken = tuple(value)
     if set(map(type, taken)) <= {int}:
@@ -76,7 +76,7 @@ def ids(name: str, value: Sequence[Any], wanted: str) -> tuple[int, ...]:
     taken = tuple(map(plain, taken))
     for one in taken:
         if type(one) is not int:
-            raise UsageError(f"{name} holds {shown(one)}; it must be {wanted}, whole numbers.")
+            raise UsageError(f"{name} holds {shown(one)}; it must be {wanted}, integers.")
     return taken
 
 
@@ -84,25 +84,25 @@ def plain(value: Any) -> Any:
     """Return the number in a scalar, the list in an array, the text in a subclass of one; else `value` itself."""
     if isinstance(value, str | UserString):
         return str.__str__(value) if isinstance(value, str) else str.__str__(value.data)
-    if isinstance(value, type) or is_bytes(value):  # of which `shape` and the like are no values
+    if isinstance(value, type) or is_bytes(value):  # their `shape` and the like are not values
         return value
     try:
         if getattr(value, "shape", None) == () and hasattr(value, "item"):
             return value.item()
         if getattr(value, "ndim", 0) and hasattr(value, "tolist"):
             return value.tolist()
-    except TypeError:  # an array that JAX is tracing, of which nothing is known yet
+    except TypeError:  # an array traced by JAX, without values
         return value
     return value
 
 
 def is_list(value: Any) -> bool:
-    """Return whether `value` is a list in all but name: a sequence, and neither a text nor bytes."""
+    """Return whether `value` is a sequence, and neither a text nor bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str) and not is_bytes(value)
 
 
 def is_bytes(value: Any) -> bool:
-    """Return whether `value` holds bytes or characters one by one: a text that is not one yet, no token ids."""
+    """Return whether `value` has bytes or single characters: text that is not decoded, no token ids."""
     if isinstance(value, array.array):
         return value.typecode in "bBuw"
     if isinstance(value, memoryview):
@@ -111,7 +111,7 @@ def is_bytes(value: Any) -> bool:
 
 
 def broken_at(text: str) -> int | None:
-    """Return where `text` first holds half of a surrogate pair, which is no character; None if nowhere."""
+    """Return the index of the first half of a surrogate pair in `text`, which is no character; None without one."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -120,12 +120,12 @@ def broken_at(text: str) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a sentence may show it: briefly, on one line, whatever it is."""
+    """Return a value for a message: briefly, on one line, whatever it is."""
     value = plain(value)
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int) and value.bit_length() > 200:
-        return f"a whole number of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, int | float):
         return str(value)
     if isinstance(value, str):
@@ -140,6 +140,6 @@ def shown(value: Any) -> str:
 
 
 def excerpt(text: str, most: int = _SHOWN) -> str:
-    """Return the start of a text, at most `most` characters of it, with what cannot be shown on one line escaped."""
+    """Return the start of a text, at most `most` characters of it, escaped to fit on one line."""
     cut = text if len(text) <= most else text[:most] + "..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)

@@ -38,8 +38,8 @@ from et_jax.models.stored import (
     embedding_of,
     has_own_head,
     headers,
+    read_full,
     read_piece,
-    read_whole,
     stored_as,
 )
 from et_jax.models.weights import (
@@ -375,8 +375,8 @@ def _int8(source: Source, tensors: Tensors, read: Callable[[Piece], np.ndarray],
     """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
     stored = [tensors[piece.tensor] for piece in source.pieces]
     first, encoding = stored[0], getattr(stored[0], "encoding", None)
-    if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_whole:
-        parts = {name: read_whole(part) for name, part in first.parts.items()}
+    if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_full:
+        parts = {name: read_full(part) for name, part in first.parts.items()}
         scale = parts[encoding.scale].astype(np.float32).reshape(-1)
         return Int8(array=parts[WEIGHT], scale=scale, dtype=np.dtype(dtype))
     wide = jnp.bfloat16 if all(stored_as(one) == "BF16" for one in stored) else np.float32

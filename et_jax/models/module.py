@@ -1,4 +1,4 @@
-"""A model written as a `flax.nnx.Module`: called as it is, with the decoder's attention in the place of its own."""
+"""A model written as a `flax.nnx.Module`: called unchanged, with its attention replaced by the decoder's."""
 
 import dataclasses
 import sys
@@ -27,12 +27,12 @@ AttentionFn = Callable[..., Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModuleConfig:
-    """What cannot be seen from a module.
+    """What a module does not reveal.
 
-    It reads `max_positions` tokens at most. `bos_token_id` and `eos_token_ids` stand in for those of the tokenizer;
-    None leaves them to it. `calibration` is what was measured of the module, its sensitivity by
-    `models.sensitivity.head_sensitivity`; None says that nothing was. Raises UsageError for a field that is nothing of
-    the kind.
+    It reads at most `max_positions` tokens. `bos_token_id` and `eos_token_ids` override those of the tokenizer;
+    None uses the tokenizer's. `calibration` has measurements of the module, its sensitivity by
+    `models.sensitivity.head_sensitivity`; None means none. Raises UsageError for a field of the wrong
+    type.
     """
 
     max_positions: int
@@ -42,9 +42,9 @@ class ModuleConfig:
 
     def __post_init__(self) -> None:
         values.fill_unset(self)
-        checked = {"max_positions": values.whole("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
+        checked = {"max_positions": values.integer("max_positions", self.max_positions, 2, _MAX_POSITIONS)}
         if self.bos_token_id is not None:
-            checked["bos_token_id"] = values.whole("bos_token_id", self.bos_token_id, 0, _MAX_ID)
+            checked["bos_token_id"] = values.integer("bos_token_id", self.bos_token_id, 0, _MAX_ID)
         if self.eos_token_ids is not None:
             checked["eos_token_ids"] = _ids(self.eos_token_ids)
         if not isinstance(self.calibration, Calibration):
@@ -58,16 +58,16 @@ def _ids(given: Any) -> tuple[int, ...]:
     if not (values.is_list(given) or isinstance(given, Set)):
         raise UsageError(f"eos_token_ids is {values.shown(given)}; it must be a list of token ids, or None.")
     found = values.ids("eos_token_ids", [*given], "a list of token ids")
-    return tuple(values.whole("an id of eos_token_ids", one, 0, _MAX_ID) for one in found)
+    return tuple(values.integer("an id of eos_token_ids", one, 0, _MAX_ID) for one in found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModuleModel(ModelShape):
-    """A module as part of a program; all of it is found by `module_reading.read_module`.
+    """A module as part of a program; `module_reading.read_module` determines all of it.
 
-    `graphdef` is the module without its arrays, `dtype` that of its keys and values. Its arrays hold `num_weights`
+    `graphdef` is the module without its arrays, `dtype` that of its keys and values. Its arrays have `num_weights`
     numbers in `weight_bytes` bytes; each token is multiplied with `num_multiplied` of them. `widest` is the most
-    numbers of a token that one multiplication gives, logits aside.
+    numbers per token that one multiplication returns, logits excluded.
     """
 
     graphdef: Any
@@ -86,15 +86,15 @@ class ModuleWeights:
 
 
 def is_module(given: object) -> bool:
-    """Return whether this is a `flax.nnx.Module`; where it is, flax has been imported already."""
+    """Return whether this is a `flax.nnx.Module`; if it is, flax has been imported already."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(given, nnx.Module)
 
 
 def with_attention(module: Any, replaced: Callable[[AttentionFn], AttentionFn]) -> Any:
-    """Return `module` after each `attention_fn` in it was exchanged for what `replaced` makes of it.
+    """Return `module` after replacing each `attention_fn` in it by `replaced` of it.
 
-    The module itself is changed: give one that was merged for the purpose.
+    Changes the module in place: pass a merged copy.
     """
     for part in [*attending(module)]:
         part.attention_fn = replaced(part.attention_fn)
@@ -102,7 +102,7 @@ def with_attention(module: Any, replaced: Callable[[AttentionFn], AttentionFn]) 
 
 
 def attending(module: Any) -> Iterator[Any]:
-    """Yield the parts of a module that hold an attention function."""
+    """Yield the parts of a module that have an attention function."""
     from flax import nnx
 
     for _, part in nnx.iter_modules(module):
@@ -118,20 +118,20 @@ def forward(
     attend: Attend,
     memory: Memory,
 ) -> tuple[Float[Array, "b t v"], Memory]:
-    """Return float32 logits at every position and the memory after all layers: the calls of attention, in turn.
+    """Return float32 logits at every position and the memory after all layers, numbered by the calls of attention.
 
-    Masks, and whatever else the module hands its attention, are not read: `attend` knows what a token sees. Raises
+    Masks and other arguments of the module's attention are ignored: `attend` determines what a token attends to. Raises
     ValueError for a bias on the scores.
     """
     from flax import nnx
 
-    layer, held = 0, memory
+    layer, threaded = 0, memory
 
     def attention(query: Array, key: Array, value: Array) -> Array:
-        nonlocal layer, held
+        nonlocal layer, threaded
         q, k, v = (x.astype(model.dtype) for x in (query, key, value))
         with jax.named_scope("attend"):
-            out, held = attend(layer, q, k, v, held, model.softmax(layer))
+            out, threaded = attend(layer, q, k, v, threaded, model.softmax(layer))
         layer += 1
         return out.astype(query.dtype)
 
@@ -139,11 +139,11 @@ def forward(
         module = with_attention(nnx.merge(model.graphdef, state), lambda _: called)
         return module(tokens, positions).astype(jnp.float32)
 
-    return calls.run(logits, attention, weights.state, tokens, positions), held
+    return calls.run(logits, attention, weights.state, tokens, positions), threaded
 
 
 def called(query: Array, key: Array, value: Array, bias: Array | None = None, *_: Any, **__: Any) -> Array:
-    """Stand for a call of attention in a module's program. Raises ValueError for a bias on the scores."""
+    """Replaces a call of attention in a module's program. Raises ValueError for a bias on the scores."""
     if bias is not None:
         raise ValueError("bias: got one on the scores of attention, wanted none")
     return calls.marked(query, key, value)

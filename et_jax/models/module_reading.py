@@ -1,6 +1,6 @@
-"""What can be seen of a module before it serves: its shape, and that the decoder's attention is what it has itself.
+"""Checks a module before serving it: its shape, and that its attention equals the decoder's.
 
-Found by running it, on tokens drawn at random. What it does beyond their number, as with a longer window, is not seen.
+The module is run on random tokens. Behaviour beyond their number, such as a longer window, is not tested.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from et_jax.models.module import (
 )
 from et_jax.softmax import Softmax
 
-_LENGTH = 128  # tokens that a module is compared on, at most
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 4e-2}  # of the largest value that is compared, by the dtype of keys
+_LENGTH = 128  # the most tokens that a module is compared on
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 4e-2}  # relative to the largest value compared, by the dtype of keys
 _OWN = (
-    "the decoder serves softmax(q k / sqrt(head_dim)) over all tokens so far, without bias, window or another scale, "
+    "the decoder supports softmax(q k / sqrt(head_dim)) over all tokens so far, without bias, window or another scale, "
     "and rotary positions are applied before attention_fn is called"
 )
 
 
 def read_module(module: Any, config: ModuleConfig) -> tuple[ModuleModel, ModuleWeights]:
-    """Return a module as part of a program, and its arrays as they are now; `module` itself is left as it is.
+    """Return a module as part of a program, and its arrays; `module` itself is unchanged.
 
-    It is read as after `module.eval()`, and run once to see its shape and once to compare it with what the decoder will
-    make of it. Raises UsageError, one sentence, for one that the decoder cannot serve.
+    It is read as after `module.eval()`, run once to determine its shape and once to compare it with the decoder's
+    version of it. Raises UsageError, one sentence, for an unsupported module.
     """
     name = type(module).__name__
     graphdef, weights = _split(module, name)
@@ -51,7 +51,7 @@ def read_module(module: Any, config: ModuleConfig) -> tuple[ModuleModel, ModuleW
 
 
 def _split(module: Any, name: str) -> tuple[Any, ModuleWeights]:
-    """The module in two, in the state of `eval`, all of it on one device."""
+    """Return the module split in two, in the state of `eval`, all of it on one device."""
     from flax import nnx
 
     copy = nnx.clone(module)
@@ -63,24 +63,24 @@ def _split(module: Any, name: str) -> tuple[Any, ModuleWeights]:
         )
     graphdef, state = nnx.split(copy)
     if jax.tree.leaves(nnx.filter_state(state, nnx.Cache)):
-        raise UsageError(f"{name} keeps a cache of its own; make it with decode=False, for the decoder has one.")
+        raise UsageError(f"{name} has its own cache; make it with decode=False, because the decoder provides one.")
     leaves = jax.tree.leaves(state)
     if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-        raise UsageError(f"{name} holds weights that are no arrays yet; initialise it first.")
+        raise UsageError(f"{name} has uninitialised weights; initialise it first.")
     devices = {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
     if len(devices) > 1:
-        raise UsageError(f"{name} lies on {len(devices)} devices; put all of its weights on one.")
+        raise UsageError(f"{name} is on {len(devices)} devices; put all of its weights on one.")
     try:
         hash(graphdef)
     except TypeError as error:
         raise UsageError(
-            f"{name} holds an attribute that cannot be hashed ({error}); make it a tuple, or an nnx.Variable."
+            f"{name} has an attribute that cannot be hashed ({error}); make it a tuple, or an nnx.Variable."
         ) from error
     return graphdef, ModuleWeights(state=jax.device_put(state, devices.pop() if devices else None))
 
 
 def _traced(graphdef: Any, weights: ModuleWeights, config: ModuleConfig, name: str) -> ModuleModel:
-    """The module's shape, from tracing it on two rows of tokens."""
+    """Return the module's shape, from tracing it on two rows of tokens."""
     from flax import nnx
 
     def attention(query: Array, key: Array, value: Array, bias: Any = None, *_: Any, **__: Any) -> Array:
@@ -121,10 +121,10 @@ def _traced(graphdef: Any, weights: ModuleWeights, config: ModuleConfig, name: s
 
 
 def _heads(met: list[tuple[Any, ...]], shape: tuple[int, int], name: str) -> dict[str, Any]:
-    """What the calls of attention say of layers and heads, all of which must be alike."""
+    """Return the layers and heads from the calls of attention, which must all have equal shapes."""
     query, key, value = met[0]
     if any(call != met[0] for call in met):
-        raise UsageError(f"{name} has layers with different heads; the decoder serves layers whose heads are alike.")
+        raise UsageError(f"{name} has layers with different heads; the decoder requires layers with equal heads.")
     fits = len(query.shape) == len(key.shape) == 4 and query.shape[:2] == key.shape[:2] == shape
     if not fits or key.shape != value.shape or query.shape[3] != key.shape[3] or query.shape[2] % key.shape[2]:
         raise UsageError(
@@ -134,7 +134,7 @@ def _heads(met: list[tuple[Any, ...]], shape: tuple[int, int], name: str) -> dic
         )
     dtype = jnp.dtype(key.dtype)
     if dtype.name not in _TOLERANCE:
-        raise UsageError(f"{name} has keys in {dtype.name}; the decoder serves {' and '.join(_TOLERANCE)}.")
+        raise UsageError(f"{name} has keys in {dtype.name}; the decoder supports {' and '.join(_TOLERANCE)}.")
     return {
         "num_layers": len(met),
         "num_heads": query.shape[2],
@@ -146,7 +146,7 @@ def _heads(met: list[tuple[Any, ...]], shape: tuple[int, int], name: str) -> dic
 
 
 def _products(jaxpr: Any, tokens: int) -> list[tuple[int, int]]:
-    """For every matrix product on `tokens` tokens: the weights that each meets, and the numbers that come of each."""
+    """Return, for every matrix product on `tokens` tokens, the number of its weights and of its results."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -160,9 +160,9 @@ def _products(jaxpr: Any, tokens: int) -> list[tuple[int, int]]:
 
 
 def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -> None:
-    """Raise UsageError where the module's own pass differs from the decoder's.
+    """Raise UsageError if the module's own pass differs from the decoder's.
 
-    That is, from plain causal attention, and from reading the text in three parts, the last a single token, in company.
+    The decoder's is causal attention, over the sequence at once and in three parts, the last a single token, batched.
     """
     length = min(_LENGTH, config.max_positions)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, model.vocab_size, (1, length)), jnp.int32)
@@ -172,19 +172,19 @@ def _compare(model: ModuleModel, weights: ModuleWeights, config: ModuleConfig) -
         parts = jax.jit(partial(_in_parts, model))(weights, tokens)
     tolerance = _TOLERANCE[jnp.dtype(model.dtype).name]
     if not _near([own for own, _ in outs], [plain for _, plain in outs], tolerance):
-        raise UsageError(f"{model.architecture} has an attention of another kind; {_OWN}.")
+        raise UsageError(f"{model.architecture} uses another kind of attention; {_OWN}.")
     if not _near(own, parts, tolerance):
         raise UsageError(
-            f"{model.architecture} gives other logits for a text that is read in parts; outside of attention each "
-            "token must be treated alone, at the position that it is given."
+            f"{model.architecture} returns other logits for a sequence processed in parts; outside of attention each "
+            "token must be processed independently, at its given position."
         )
 
 
 def _check_own(model: ModuleModel, logits: Array, length: int, changed: dict[str, Array]) -> None:
-    """Raise UsageError where the module's own pass cannot be that of a model, or changed one of its variables."""
+    """Raise UsageError if the module's own pass has invalid logits, or changed one of its variables."""
     if written := [path for path, is_other in changed.items() if is_other]:
         raise UsageError(
-            f"{model.architecture} changes its {min(written)} when it is called; the decoder serves only what is pure."
+            f"{model.architecture} changes its {min(written)} when it is called; the decoder requires a pure module."
         )
     if logits.shape != (1, length, model.vocab_size):
         raise UsageError(
@@ -192,13 +192,13 @@ def _check_own(model: ModuleModel, logits: Array, length: int, changed: dict[str
             "[batch, length, vocabulary] of tokens of any length."
         )
     if jnp.isnan(logits).any():
-        raise UsageError(f"{model.architecture} returns logits that are no numbers; look for NaN in its weights.")
+        raise UsageError(f"{model.architecture} returns logits that are not numbers; look for NaN in its weights.")
 
 
 def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any, list[Any], dict[str, Array]]:
-    """What the module computes by itself, of every call of attention its own and the causal result, what it changed.
+    """Return the module's logits, its own and the causal result of every call of attention, and which arrays changed.
 
-    That last is told by the places of arrays, a bool each.
+    The last maps the paths of arrays to a bool each.
     """
     from flax import nnx
 
@@ -228,7 +228,7 @@ def _own(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> tuple[Any
 
 
 def _differs(one: Array | None, other: Array | None) -> Array:
-    """Whether a variable has another value than it had, or is there no longer, or is new."""
+    """Return whether a variable changed its value, was removed, or was added."""
     if one is None or other is None:
         return jnp.bool(one is not other)
     if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
@@ -239,14 +239,14 @@ def _differs(one: Array | None, other: Array | None) -> Array:
 
 
 def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
-    """What `_own` gives, read part by part beside another text, with what attention has seen kept between parts."""
+    """Return the logits of `_own`, computed part by part beside another sequence, with a cache between parts."""
     length = tokens.shape[1]
     both = jnp.concatenate([tokens, tokens[:, ::-1]])
     ends = sorted({length // 2, length - 1, length} - {0})
 
     def attend(layer: int, q: Array, k: Array, v: Array, memory: tuple, softmax: Softmax) -> tuple[Array, tuple]:
-        held = memory[layer] if layer < len(memory) else (q[:, :0], k[:, :0], v[:, :0])
-        q_all, k_all, v_all = (jnp.concatenate([old, new], axis=1) for old, new in zip(held, (q, k, v), strict=True))
+        cached = memory[layer] if layer < len(memory) else (q[:, :0], k[:, :0], v[:, :0])
+        q_all, k_all, v_all = (jnp.concatenate([old, new], axis=1) for old, new in zip(cached, (q, k, v), strict=True))
         memory = (*memory[:layer], (q_all, k_all, v_all), *memory[layer + 1 :])
         return causal(q, k_all, v_all), memory
 
@@ -261,7 +261,7 @@ def _in_parts(model: ModuleModel, weights: ModuleWeights, tokens: Array) -> Any:
 def causal(
     query: Float[Array, "b t h d"], key: Float[Array, "b s k d"], value: Float[Array, "b s k d"]
 ) -> Float[Array, "b t h d"]:
-    """Return softmax(q k / sqrt(d)) v of the last `t` of `s` tokens, each of which sees those up to itself."""
+    """Return softmax(q k / sqrt(d)) v of the last `t` of `s` tokens, each of which attends up to itself."""
     (t, h, d), (s, k) = query.shape[1:], key.shape[1:3]
     key, value = (jnp.repeat(x.astype(jnp.float32), h // k, axis=2) for x in (key, value))
     scores = jnp.einsum("bthd,bshd->bhts", query.astype(jnp.float32), key) / d**0.5
@@ -271,9 +271,9 @@ def causal(
 
 
 def _near(some: Any, others: Any, tolerance: float) -> bool:
-    """Whether all arrays of two trees agree, each to this share of its largest value; NaN agrees with nothing.
+    """Return whether all arrays of two trees agree to a share of their largest value; NaN agrees with nothing.
 
-    Logits of tokens that are ruled out, -inf, agree with each other.
+    Logits of -inf agree with each other.
     """
     pairs = zip(jax.tree.leaves(some), jax.tree.leaves(others), strict=True)
     for one, other in ((np.asarray(one, np.float32), np.asarray(other, np.float32)) for one, other in pairs):
@@ -287,7 +287,7 @@ def _near(some: Any, others: Any, tolerance: float) -> bool:
 
 
 def _arrays(module: Any) -> dict[str, Array]:
-    """The arrays of a module by their places in it."""
+    """Return the arrays of a module by their paths in it."""
     from flax import nnx
 
     leaves = jax.tree.leaves_with_path(nnx.state(module))
@@ -296,7 +296,7 @@ def _arrays(module: Any) -> dict[str, Array]:
 
 @contextlib.contextmanager
 def _calling(name: str) -> Iterator[None]:
-    """Say of whatever the caller's own code raises that it cannot be called; a UsageError says enough."""
+    """Convert an error of the caller's code into a UsageError that it cannot be called; pass on a UsageError."""
     try:
         yield
     except UsageError:

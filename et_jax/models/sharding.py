@@ -1,9 +1,9 @@
-"""One model over the chips of a mesh: along which of its axes every weight is split, and what a chip sees of a model.
+"""One model over the chips of a mesh: along which of its axes every weight is split, and the model as a chip sees it.
 
-A chip holds some KV heads, the query heads that read them, its part of the width of every feed-forward, and of every
-expert's, and its part of the vocabulary; what has none of these axes is on all chips. So a layer ends in two sums over
-the chips, after attention and after the feed-forward (Shoeybi et al. 2019, Megatron-LM, section 3). Every chip reads of
-an expert that is touched its part, however the router chooses, so that none waits for another.
+A chip has some KV heads, the query heads that read them, its part of the width of every feed-forward and of every
+expert, and its part of the vocabulary; weights without these axes are replicated. A layer therefore ends in two sums
+over the chips, after attention and after the feed-forward (Shoeybi et al. 2019, Megatron-LM, section 3). Every chip
+reads its part of a selected expert, whichever the router selects, so no chip waits for another.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ S = TypeVar("S", bound=ModelShape)
 T = TypeVar("T")
 
 AXIS = "tp"
-"""The one axis of the mesh."""
+"""The only axis of the mesh."""
 
 SPLIT = frozenset({"vocab", "heads", "kv_heads", "each_head", "ffn", "expert_ffn", "shared_ffn"})
-"""The axes of weights, by their names in a `WeightSpec`, that are split."""
+"""The axes of weights that are split, by their names in a `WeightSpec`."""
 
 
 def mesh_of(size: int, number: int = 0) -> Mesh:
@@ -96,7 +96,7 @@ def _split_axes(model: ModelConfig) -> dict[str, int]:
 
 
 def of_chip(model: S, mesh: Mesh | AbstractMesh) -> S:
-    """Return a model with the heads that one chip holds, as its attention sees it there."""
+    """Return a model with the heads of one chip, as its attention sees it there."""
     heads, kv_heads = model.num_heads // mesh.size, model.num_kv_heads // mesh.size
     return dataclasses.replace(model, num_heads=heads, num_kv_heads=kv_heads)
 
@@ -110,7 +110,7 @@ def weight_specs(weights: Params, model: ModelConfig) -> Params:
 
 
 def expert_specs(experts: Experts, model: ModelConfig) -> Experts:
-    """Return how the experts of a layer are split, likewise; of a stack, given without their `turn`."""
+    """Return how the experts of a layer are split, likewise; for a stack, given without their `turn`."""
     return _specs(next(layer.experts for layer in describe(model).layers if layer.experts is not None), experts)
 
 
@@ -147,12 +147,12 @@ def moved(weights: T, mesh: Mesh) -> T:
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:
-    """Return a tree of `PartitionSpec` as that of the shardings over a mesh."""
+    """Return a tree of shardings over a mesh from a tree of `PartitionSpec`."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _specs(described: Any, weights: Any) -> Any:
-    """How arrays are split that are described; those of a stack lead with an axis of layers."""
+    """Return how the described arrays are split; those of a stack lead with an axis of layers."""
 
     def of_node(node: Any, given: Any) -> Any:
         if isinstance(given, Int8):

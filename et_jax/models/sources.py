@@ -34,7 +34,7 @@ class Piece:
         return self.rows or (0, self.shape[0])
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is the tensor as it lies."""
         return self.rows is None and self.lane is None and not self.swapped
 
@@ -69,9 +69,9 @@ class Source:
         return (len(shapes), *shapes[0]) if self.stacked else (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the leaf is one whole tensor."""
-        return len(self.pieces) == 1 and not self.stacked and self.pieces[0].is_whole
+        return len(self.pieces) == 1 and not self.stacked and self.pieces[0].is_full
 
     def parts(self, leaf: Any) -> list[Any]:
         """Return the part of a leaf that each piece holds, in turn: views, if it is an array of NumPy."""
@@ -148,7 +148,7 @@ def tensors_of(sources: Sources, leaves: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, source in sources.items():
         for piece, part in zip(source.pieces, source.parts(leaves[name]), strict=True):
-            if piece.is_whole:
+            if piece.is_full:
                 found[piece.tensor] = part
             else:
                 if piece.tensor not in found:

@@ -1,8 +1,8 @@
-"""Layers that are alike, in stacks: how they lie in a model's weights and cache, and how a program runs through them.
+"""Layer stacking: equal layers of a model are stored in one array and run by a scan.
 
-Layers of one kind differ in their numbers alone, so a program may hold the kind once and loop over the layers: what is
-traced, lowered and compiled does not grow with them. A pattern of kinds that comes again and again, such as a window, a
-window and none, is looped over by its period.
+Layers of one kind differ only in their numbers, so a program may contain the kind once and loop over the layers: the
+cost of tracing, lowering and compiling does not grow with their number. A repeating pattern of kinds, such as a window,
+a window and none, is looped over by its period.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ Carried = TypeVar("Carried")
 
 
 def stacked_on(platform: str) -> bool:
-    """Return whether layers that are alike are stacked on a platform, as JAX names it.
+    """Return whether equal layers are stacked on a platform, as JAX names it.
 
-    A TPU's compiler reads a layer's weights where they lie in the stack, and so does a GPU's by `compiler_options`. XLA
-    on a CPU copies them out first, so that products take 1.3 to 1.6 times as long: there every layer stays by itself.
+    A TPU's compiler reads a layer's weights in place in the stack, and so does a GPU's with `compiler_options`. XLA
+    on a CPU copies them first, so that products take 1.3 to 1.6 times as long: there no layers are stacked.
     """
     return platform != "cpu"
 
 
 def compiler_options(platform: str) -> dict[str, bool | int] | None:
-    """Return how programs of stacked layers are compiled on a platform, by XLA's names; None where nothing is said.
+    """Return XLA's compiler options for programs of stacked layers on a platform; None for the defaults.
 
-    On a GPU products of cuBLAS read a slice of a stack where it lies. Triton's, and several that are joined into one
+    On a GPU, products of cuBLAS read a slice of a stack in place. Triton's, and products that XLA joins
     because they share an input, read a copy.
     """
     in_place = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
@@ -44,10 +44,10 @@ def compiler_options(platform: str) -> dict[str, bool | int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stack:
-    """`depth` turns of a pattern of `period` layers, from layer `first` on.
+    """`depth` repetitions (turns) of a pattern of `period` layers, from layer `first` on.
 
-    Each layer of the pattern has a place, the first of them `place`: in a model's weights and its cache, what the turns
-    hold at a place is one array. A stack of one turn is layers by themselves.
+    Each layer of the pattern has a place, the first of them `place`: in a model's weights and its cache, the arrays of
+    all turns at a place are stacked. A stack of one turn has unstacked layers.
     """
 
     first: int
@@ -57,11 +57,11 @@ class Stack:
 
     @property
     def num_layers(self) -> int:
-        """The layers of all turns."""
+        """The number of layers in all turns."""
         return self.period * self.depth
 
     def layer(self, like: int, offset: int, turn: int | Int[Array, ""]) -> "Layer":
-        """Return the layer at an offset of the pattern in a turn, which is of the kind that it has in turn `like`."""
+        """Return the layer at an offset of the pattern in a turn, with the kind of layer in turn `like`."""
         return Layer(
             like=self.first + like * self.period + offset,
             number=self.first + turn * self.period + offset,
@@ -70,9 +70,9 @@ class Stack:
         )
 
     def runs(self, alike: Sequence[Hashable] | None) -> list[range]:
-        """Return the turns in order, together those that follow on each other and are `alike` layer by layer.
+        """Return the turns in order, grouped into runs of successive ones that are `alike` layer by layer.
 
-        `alike` holds a value for every layer of the model; None says that each turn is run by itself.
+        `alike` has a value for every layer of the model; None puts each turn in a run of its own.
         """
         if alike is None:
             return [range(turn, turn + 1) for turn in range(self.depth)]
@@ -83,9 +83,9 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A layer as a program runs it: at a `turn` of its `place`, None where no other layer lies there.
+    """A layer as a program runs it: at a `turn` of its `place`, None if no other layer has the same place.
 
-    Where a scan runs several layers, `number` and `turn` are arrays, and `like` is the number of the first of them.
+    In a scan over several layers, `number` and `turn` are arrays, and `like` is the number of the first layer.
     """
 
     like: int
@@ -94,7 +94,7 @@ class Layer:
     turn: int | Int[Array, ""] | None
 
     def of(self, tree: T, axis: int) -> T:
-        """Return what arrays with an entry for every layer, along an axis, hold of this one."""
+        """Return the entry of this layer in arrays with an entry for every layer along an axis."""
         return jax.tree.map(partial(entry, number=self.number, axis=axis), tree)
 
 
@@ -106,7 +106,7 @@ def entry(x: Array | np.ndarray, number: int | Int[Array, ""], axis: int = 0) ->
 
 
 def stacks_of(model: ModelShape, stacked: bool) -> tuple[Stack, ...]:
-    """Return the layers of a model in stacks, every layer in one of its own unless they are `stacked`."""
+    """Return the stacks of a model's layers, one per layer unless they are `stacked`."""
     kinds = model.kinds if stacked else tuple(range(model.num_layers))
     found: list[Stack] = []
     first = place = 0
@@ -118,7 +118,7 @@ def stacks_of(model: ModelShape, stacked: bool) -> tuple[Stack, ...]:
 
 
 def _repeated(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """The period that the kinds begin with, and how often it is repeated: the one that covers most, the shortest."""
+    """Return the period that the kinds begin with, and its repetitions: the shortest period that covers most."""
     best = 1, 1
     for period in range(1, len(kinds) // 2 + 1):
         depth = 1
@@ -130,12 +130,12 @@ def _repeated(kinds: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def depths_of(stacks: Sequence[Stack]) -> tuple[int, ...]:
-    """Return how many layers lie at each place."""
+    """Return the number of layers at each place."""
     return tuple(stack.depth for stack in stacks for _ in range(stack.period))
 
 
 def located(stacks: Sequence[Stack], number: int) -> Layer:
-    """Return the layer of this number, run by itself."""
+    """Return the layer of this number, outside a scan."""
     stack = next(stack for stack in stacks if number < stack.first + stack.num_layers)
     turn, offset = divmod(number - stack.first, stack.period)
     return stack.layer(turn, offset, turn)
@@ -143,15 +143,15 @@ def located(stacks: Sequence[Stack], number: int) -> Layer:
 
 @pytree
 class Threaded:
-    """A memory of two parts: what is `carried` from layer to layer, and what each layer `told`, in order."""
+    """A memory of two parts: what is `carried` from layer to layer, and the `outputs` of each layer, in order."""
 
     carried: Any
-    told: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
 
 
 @pytree
 class Turns:
-    """What the layers told that one scan ran in `depth` turns: of each of its pattern, arrays that lead with them."""
+    """The outputs of the layers of one scan of `depth` turns: for each layer of the pattern, arrays "depth ..."."""
 
     of_period: tuple[Any, ...]
     depth: int = static()
@@ -163,23 +163,23 @@ def through(
     run: Callable[[Layer, Carried], tuple[Carried, Any]],
     carried: Carried,
 ) -> tuple[Carried, tuple[Any, ...]]:
-    """Run every layer in order, those of a stack that are `alike` in a scan, as `Stack.runs` has it.
+    """Run every layer in order, those of a stack that are `alike` in a scan, grouped by `Stack.runs`.
 
-    `run` takes what is carried and returns it anew, and what the layer tells. Returns what all tell, of those that one
-    scan ran as `Turns`.
+    `run` takes the carried value and returns its successor and the layer's output. Returns the last carried value and
+    all outputs, those of one scan as `Turns`.
     """
-    told: list[Any] = []
+    outputs: list[Any] = []
     for stack in stacks:
         for turns in stack.runs(alike):
             one = partial(_turn, stack, turns[0], run)
             if len(turns) == 1:
                 (_, carried), of_period = one((turns[0], carried))
-                told += of_period
+                outputs += of_period
             else:
                 begun = jnp.int32(turns.start), carried
                 (_, carried), of_period = jax.lax.scan(one, begun, length=len(turns))
-                told.append(Turns(of_period=of_period, depth=len(turns)))
-    return carried, tuple(told)
+                outputs.append(Turns(of_period=of_period, depth=len(turns)))
+    return carried, tuple(outputs)
 
 
 def _turn(
@@ -189,24 +189,25 @@ def _turn(
     begun: tuple[int | Int[Array, ""], Carried],
     _: None = None,
 ) -> tuple[tuple[int | Int[Array, ""], Carried], tuple[Any, ...]]:
-    """Run the layers of one turn, and count it: from a count in its loop XLA knows where in a stack each turn reads."""
+    """Run the layers of one turn, and count it: a counter in the loop shows XLA which slice of a stack a turn reads."""
     turn, carried = begun
-    told = []
+    outputs = []
     for offset in range(stack.period):
-        carried, said = run(stack.layer(like, offset, turn), carried)
-        told.append(said)
-    return (turn + 1, carried), tuple(told)
+        carried, output = run(stack.layer(like, offset, turn), carried)
+        outputs.append(output)
+    return (turn + 1, carried), tuple(outputs)
 
 
-def parts(told: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return a part of what each layer told, in the form that all of it has."""
+def parts(outputs: Sequence[Any], part: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return a part of each layer's output, in the form of the outputs."""
     return tuple(
-        replace(one, of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one) for one in told
+        replace(one, of_period=tuple(map(part, one.of_period))) if isinstance(one, Turns) else part(one)
+        for one in outputs
     )
 
 
-def by_layer(told: Sequence[Any], read: Callable[[Any], T], axis: int) -> T:
-    """Return arrays that `read` takes of what each layer told, an entry for every layer in order along an axis."""
+def by_layer(outputs: Sequence[Any], read: Callable[[Any], T], axis: int) -> T:
+    """Return the arrays that `read` takes from each layer's output, with an entry per layer in order along an axis."""
 
     def of_turns(*of_period: Array) -> Array:
         both = jnp.stack(of_period, axis=1)
@@ -216,19 +217,19 @@ def by_layer(told: Sequence[Any], read: Callable[[Any], T], axis: int) -> T:
         jax.tree.map(of_turns, *map(read, one.of_period))
         if isinstance(one, Turns)
         else jax.tree.map(partial(jnp.expand_dims, axis=axis), read(one))
-        for one in told
+        for one in outputs
     ]
     return jax.tree.map(lambda *each: jnp.concatenate(each, axis=axis), *found)
 
 
-def folded(told: Sequence[Any], add: Callable[[T, Any], T], sofar: T) -> T:
-    """Return `sofar` after what each layer told was added to it, one layer after the other."""
+def folded(outputs: Sequence[Any], add: Callable[[T, Any], T], sofar: T) -> T:
+    """Return `sofar` after `add` of each layer's output, one layer after the other."""
 
     def turn(sofar: T, of_period: tuple[Any, ...]) -> tuple[T, None]:
         for one in of_period:
             sofar = add(sofar, one)
         return sofar, None
 
-    for one in told:
+    for one in outputs:
         sofar = jax.lax.scan(turn, sofar, one.of_period)[0] if isinstance(one, Turns) else add(sofar, one)
     return sofar

@@ -230,7 +230,7 @@ def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
 
 def _is_zero_bias(tensor: Stored) -> bool:
     """Return whether a tensor is a bias that adds nothing. Nothing else is read of the files for it."""
-    return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(read_whole(tensor))
+    return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(read_full(tensor))
 
 
 def _open(file: Path) -> safe_open:
@@ -250,18 +250,18 @@ def read_piece(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
         first, lanes = piece.lane or (0, 1)
         parts = {name: _read_rows(part, piece.rows)[:, first::lanes] for name, part in tensor.parts.items()}
         return dataclasses.replace(piece, rows=None, lane=None).of(tensor.encoding.decode(parts))
-    parts = {name: read_whole(part) for name, part in tensor.parts.items()}
+    parts = {name: read_full(part) for name, part in tensor.parts.items()}
     return piece.of(tensor.encoding.decode(parts, tensor.shape))
 
 
 def _read_rows(tensor: Stored, rows: tuple[int, int] | None) -> np.ndarray:
     if rows is None:
-        return read_whole(tensor)
+        return read_full(tensor)
     with _open(tensor.file) as reader:
         return reader.get_slice(tensor.name)[slice(*rows)]
 
 
-def read_whole(tensor: Stored) -> np.ndarray:
+def read_full(tensor: Stored) -> np.ndarray:
     """Return a tensor as it is stored."""
     if tensor.stored in FLOAT8:
         return _read_bytes(tensor).view(FLOAT8[tensor.stored]).reshape(tensor.shape)

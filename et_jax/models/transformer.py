@@ -1,4 +1,4 @@
-"""The transformer as functions: weights drawn, and `forward`, which knows no cache, page, mask or kernel."""
+"""The transformer as functions: initial weights, and `forward`, which is independent of cache, masks and kernels."""
 
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -19,15 +19,15 @@ from et_jax.types import replace
 
 Memory = TypeVar("Memory")
 Angles = tuple[Float[Array, "b t r"], Float[Array, "b t r"]]
-"""The cosines and the sines by which the pairs of channels of every token are rotated."""
+"""The cosines and sines of each token's rotary angles, one per pair of channels."""
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention as the model sees it: new queries, keys and values in; mixed values out.
+    """Attention as the model calls it: from new queries, keys and values to mixed values.
 
-    `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing at all), `softmax` what
-    turns the layer's scores into weights. `layer` is a number, a `stacks.Layer` where the caller reads several alike.
+    `memory` is whatever the caller threads through the layers (a KV cache, a mask, nothing), `softmax` converts
+    the layer's scores into weights. `layer` is a number, or a `stacks.Layer` if the caller scans several layers.
     """
 
     def __call__(
@@ -43,7 +43,7 @@ class Attend(Protocol):
 
 @runtime_checkable
 class AttendProducts(Protocol):
-    """Attention to queries, keys and values that are float32 products, not yet rotated, with the `angles` of rotation.
+    """Attention to unrotated float32 queries, keys and values, with the `angles` of their rotation.
 
     The rest is as in `Attend`. Queries, keys and values are still to be rounded to the model's dtype, then rotated.
     """
@@ -62,7 +62,7 @@ class AttendProducts(Protocol):
 
 @runtime_checkable
 class Mix(Protocol):
-    """A layer's mixture of experts as the model sees it: tokens in, and out what their experts make of them.
+    """A layer's mixture of experts as the model calls it: from tokens to the weighted outputs of their experts.
 
     `memory` as in `Attend`.
     """
@@ -74,9 +74,9 @@ class Mix(Protocol):
 
 @runtime_checkable
 class AddNorm(Protocol):
-    """An addition to the residual stream and the RMS norm after it, in one: the sum, and the sum normed.
+    """A fused addition to the residual stream and RMS norm: returns the sum, and the normed sum.
 
-    Both are in the dtype of `x`, to which `more` is rounded first. The weight is that of a layer of those stacked.
+    Both are in the dtype of `x`, to which `more` is rounded first. The weight is that of a stacked layer.
     """
 
     def __call__(
@@ -92,7 +92,7 @@ class AddNorm(Protocol):
 
 
 def initialise(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
-    """Return random weights drawn as `describe` says."""
+    """Return random weights drawn as `describe` specifies."""
     specs, treedef = jax.tree.flatten(describe(config))
 
     def draw(spec: WeightSpec, key: PRNGKeyArray) -> Array:
@@ -117,12 +117,12 @@ def forward(
 ) -> tuple[Float[Array, "b t v"], Memory]:
     """Return float32 logits at every position and the memory after all layers.
 
-    Experts are mixed as trained unless `mix` does it. `alike` says, by a value for every layer, which ones `attend` and
-    `mix` serve by one program; they are given the `stacks.Layer` then, and a `stacks.Threaded` memory, to whose `told`
-    every layer adds one entry. Of these, layers in one stack are run by a scan. None is that every layer is by itself.
-    `add_norm`, where it is given, serves plain layers in stacks: what a layer adds to the residual stream last is
-    carried beside it then, and added by the next. `attend_products`, where it is given, attends for those of them that
-    have no biases and no norms of queries and keys.
+    Experts are mixed as trained unless `mix` is given. `alike` has a value per layer; layers with equal values may
+    share one program of `attend` and `mix`, which then receive a `stacks.Layer` and a `stacks.Threaded` memory, and
+    append one entry per layer to its `outputs`. Such layers of one stack run in a scan. None: none share a program.
+    `add_norm`, if given, applies to plain layers in stacks: a layer's last addition to the residual stream is
+    carried separately, and added by the next layer. `attend_products`, if given, replaces `attend` for those of them
+    that have no biases and no norms of queries and keys.
 
     Under jit, logits the caller ignores are never computed.
     """
@@ -133,36 +133,36 @@ def forward(
         (x, before), weights = carried, params.layers[layer.place]
         if beside is not None:
             with jax.named_scope(f"layer_{layer.like}"):
-                held = Threaded(carried=before)
+                threaded = Threaded(carried=before)
                 how = attend, attend_products
-                x, held = _plain_block(weights, config, layer, x, angles[layer.like], how, held, beside)
-            [told] = held.told
-            return (x, held.carried), told
+                x, threaded = _plain_block(weights, config, layer, x, angles[layer.like], how, threaded, beside)
+            [output] = threaded.outputs
+            return (x, threaded.carried), output
         if layer.turn is not None:
             weights = of_turn(weights, layer.turn)
         with jax.named_scope(f"layer_{layer.like}"):
             if alike is None:
                 return block(weights, config, layer.like, x, angles[layer.like], attend, before, mix), None
-            held = Threaded(carried=before)
-            x, held = block(weights, config, layer, x, angles[layer.like], attend, held, mix)
-        [told] = held.told
-        return (x, held.carried), told
+            threaded = Threaded(carried=before)
+            x, threaded = block(weights, config, layer, x, angles[layer.like], attend, threaded, mix)
+        [output] = threaded.outputs
+        return (x, threaded.carried), output
 
     before: Any = memory
     beside = None
     if add_norm is not None and alike is not None and all(stack.depth > 1 for stack in stacks):
         beside = add_norm if all(_is_plain(layer, config) for layer in params.layers) else None
     begun: Any = x if beside is None else (x, jnp.zeros(x.shape, jnp.float32))
-    (x, carried), told = through(stacks, alike, run, (begun, before if alike is None else before.carried))
+    (x, carried), outputs = through(stacks, alike, run, (begun, before if alike is None else before.carried))
     if beside is not None:
         x, more = x
         x = x + more.astype(x.dtype)
-    after = carried if alike is None else Threaded(carried=carried, told=told)
+    after = carried if alike is None else Threaded(carried=carried, outputs=outputs)
     return logits(params, config, x), cast(Memory, after)
 
 
 def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
-    """Return the weights of one layer of those that lie at a place, its experts where they lie."""
+    """Return the weights of one layer from those stacked at a place, with experts left in place."""
 
     def taken(node: Any) -> Any:
         return node.of_turn(turn) if isinstance(node, Experts) else entry(node, turn)
@@ -171,9 +171,9 @@ def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
 
 
 def angles_of_layers(config: ModelConfig, positions: Int[Array, "b t"]) -> tuple[Angles, ...]:
-    """Return the cosines and sines by which each layer turns, the same arrays where layers turn alike."""
+    """Return the cosines and sines of each layer's rotation; layers with equal rotation share arrays."""
     ropes, dim = [config.rope(layer) for layer in range(config.num_layers)], config.rope_dim or config.head_dim
-    # the barrier keeps XLA from working every cosine out anew for each layer and head
+    # the barrier keeps XLA from computing every cosine again for each layer and head
     found = {rope: jax.lax.optimization_barrier(rope_angles(rope, dim, positions)) for rope in dict.fromkeys(ropes)}
     return tuple(found[rope] for rope in ropes)
 
@@ -194,7 +194,7 @@ def block(
     memory: Memory,
     mix: Mix | None = None,
 ) -> tuple[Float[Array, "b t w"], Memory]:
-    """Return the residual stream after layer `index`, and the memory its attention left."""
+    """Return the residual stream after layer `index`, and the memory that its attention returned."""
     like = index.like if isinstance(index, Layer) else index
     q, k, v = _before_attention(layer, config, x, angles)
     with jax.named_scope("attend"):
@@ -210,14 +210,14 @@ def block(
 
 
 def _is_plain(layer: LayerParams, config: ModelConfig) -> bool:
-    """Whether all that a layer does to the residual stream is two additions, each followed by a norm."""
+    """Return whether a layer only makes two additions to the residual stream, each followed by a norm."""
     out = layer.attention_out_norm, layer.ffn_out_norm, layer.o_bias, layer.experts
     there = layer.attention_norm, layer.ffn_norm
     return all(x is None for x in out) and all(x is not None for x in there) and config.residual_scale == 1
 
 
 def _is_product(layer: LayerParams) -> bool:
-    """Whether queries, keys and values are products of matrices, rotated: without biases and norms."""
+    """Return whether queries, keys and values are rotated matrix products, without biases and norms."""
     beside = layer.q_bias, layer.k_bias, layer.v_bias, layer.q_norm, layer.k_norm
     return all(x is None for x in beside)
 
@@ -232,7 +232,7 @@ def _plain_block(
     memory: Threaded,
     add_norm: AddNorm,
 ) -> tuple[tuple[Float[Array, "b t w"], Float[Array, "b t w"]], Threaded]:
-    """What `block` does, of a layer of a stack: the residual stream with what is still to be added to it, float32."""
+    """Return what `block` does for a stacked layer: the residual stream and its pending addition, float32."""
     assert index.turn is not None
     turn, (x, more) = jnp.asarray(index.turn, jnp.int32), carried
     layer = of_turn(stacked, turn)
@@ -262,12 +262,12 @@ def _plain_block(
 
 
 def mix_as_trained(config: ExpertConfig, experts: Experts, x: Float[Array, "b t w"]) -> Float[Array, "b t w"]:
-    """Return what a layer's experts make of tokens, by products that can be differentiated."""
+    """Return the output of a layer's experts for tokens, by differentiable products."""
     flat = x.reshape(-1, x.shape[-1])
     return mixed(experts, flat, choose(config, gate(experts, flat)), "ragged", config.activation).reshape(x.shape)
 
 
-@partial(jax.jit, static_argnums=1)  # for the trace, which layers that are alike share
+@partial(jax.jit, static_argnums=1)  # so that equal layers share the trace
 def _before_attention(
     layer: LayerParams,
     config: ModelConfig,
@@ -283,7 +283,7 @@ def _projected(
     y: Float[Array, "b t w"],
     angles: Angles,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t k d"], Float[Array, "b t k d"]]:
-    """The queries, keys and values of what is normed."""
+    """Return the queries, keys and values of the normed stream."""
     c = config
 
     def heads(x: Float[Array, "b t y"]) -> Float[Array, "b t x d"]:
@@ -308,12 +308,12 @@ def _after_attention(
 
 
 def _normed(x: Float[Array, "*b w"], weight: Float[Array, " w"] | None, config: ModelConfig) -> Float[Array, "*b w"]:
-    """Return `x` after a norm, `x` itself where there is none."""
+    """Return `x` after a norm, or `x` itself without one."""
     return x if weight is None else rms_norm(x, weight, config.norm_eps, config.norm_offset)
 
 
 def _added(x: Float[Array, "b t w"], y: Float[Array, "b t w"], config: ModelConfig) -> Float[Array, "b t w"]:
-    """Return the residual stream `x` with what a half of a layer adds to it."""
+    """Return the residual stream `x` after adding the output of half a layer."""
     if config.residual_scale != 1:
         y = (y.astype(jnp.float32) * config.residual_scale).astype(y.dtype)
     return x + y
@@ -322,7 +322,7 @@ def _added(x: Float[Array, "b t w"], y: Float[Array, "b t w"], config: ModelConf
 def _attended(
     layer: LayerParams, config: ModelConfig, x: Float[Array, "b t w"], out: Float[Array, "b t h d"]
 ) -> tuple[Float[Array, "b t w"], Float[Array, "b t w"]]:
-    """The residual stream after attention, and normed."""
+    """Return the residual stream after attention, and its norm."""
     attended = linear(out.reshape(*out.shape[:2], -1), layer.o, layer.o_bias)
     x = _added(x, _normed(attended, layer.attention_out_norm, config), config)
     return x, _normed(x, layer.ffn_norm, config)

@@ -1,12 +1,12 @@
-"""Kernels: one folder each, with api, reference, xla, gpu and tpu.
+"""Kernels: one folder each, with api, reference, xla, gpu and tpu implementations.
 
 paged_attention, paged_prefill, block_scores
-per_head                       a function of one row and KV head, for all of them
-add_norm, add_residual         reference and gpu alone: elsewhere XLA fuses them
+per_head                       runs a function of one row and KV head for all of them
+add_norm, add_residual         reference and gpu only: elsewhere XLA fuses them
 rotate_store                   likewise
-backend, tuned                 which one serves a device, and settings measured on it
-checks, workspace              what all share: arguments checked, bytes set aside
-folding                        rows of one slot whose queries stand in one group
-apart                          rows of unlike lengths, walked one after the other
-gather, ring, hopper           what those of one backend share: XLA, TPU, GPU
+backend, tuned                 the backend of a device, and settings measured on it
+checks, workspace              checks of arguments, sizes of temporaries
+folding                        rows of one slot folded into one query group
+apart                          rows of different lengths, processed in tiles or one by one
+gather, ring, hopper           shared code of one backend: XLA, TPU, GPU
 """

@@ -1,8 +1,8 @@
-"""Rows whose work differs in length, on a device that does one thing after another.
+"""Rows of different lengths on a device that processes them sequentially.
 
-Rows that are walked together all take as long as the longest. An engine with room for many sequences that serves one
-would walk the empty rows beside it. What is walked of a row has the same bits in any company where several queries
-share a KV head; one query alone is multiplied by other instructions than two.
+A batched walk over rows takes as long as its longest row. With a single active sequence, a decoder with many slots
+would also walk the empty rows. A row's result is bitwise independent of the batch if several queries
+share a KV head; a single query uses other multiply instructions than two do.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from jaxtyping import Int, PyTree
 Rows = TypeVar("Rows", bound=PyTree[Array])
 Found = TypeVar("Found", bound=PyTree[Array])
 
-# Measured on x86-64 with two cores, 512 to 16k tokens: what a step of a walk takes beside its rows, in rows.
+# Measured on x86-64 with two cores, 512 to 16k tokens: the overhead of a step of a walk, in rows.
 STEP = 1.5
 
 
 def in_tiles(walk: Callable[[Rows], Found], size: int, lengths: Int[Array, " b"], rows: Rows) -> Found:
-    """Return what `walk` finds of rows, all leaves "b ...", `size` of them at a time, those of like `lengths` together.
+    """Return the results of `walk` for rows, all leaves "b ...", in tiles of `size` rows of similar `lengths`.
 
-    The last tile is filled up with rows of zeros.
+    The last tile is padded with rows of zeros.
     """
     b = len(lengths)
     if size >= b:
         return walk(rows)
     order = jnp.argsort(lengths)
     number = -(-b // size)
-    # rows of zeros stand first, beside the shortest
+    # rows of zeros come first, beside the shortest
     padded = jnp.pad(order, (number * size - b, 0), constant_values=b)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(b))
 
@@ -44,14 +44,14 @@ def in_tiles(walk: Callable[[Rows], Found], size: int, lengths: Int[Array, " b"]
 
 
 def apart_or_together(walk: Callable[[Rows], Found], lengths: Int[Array, " b"], rows: Rows) -> Found:
-    """Return what `walk` finds of rows, all leaves "b ...", given together or each alone, whichever is less.
+    """Return the results of `walk` for rows, all leaves "b ...", batched or one by one, whichever is less work.
 
-    `lengths` is what each row has to be walked for. Both ways are compiled.
+    `lengths` is the number of tokens of each row. Both ways are compiled.
     """
 
     def one(row: Rows) -> Found:
         return jax.tree.map(lambda x: x[0], walk(jax.tree.map(lambda x: x[None], row)))
 
     steps = lengths.astype(jnp.float32)
-    alone, together = (STEP + 1) * jnp.sum(steps), (STEP + len(lengths)) * jnp.max(steps, initial=0.0)
-    return lax.cond(alone <= together, lambda rows: lax.map(one, rows), walk, rows)
+    separately, together = (STEP + 1) * jnp.sum(steps), (STEP + len(lengths)) * jnp.max(steps, initial=0.0)
+    return lax.cond(separately <= together, lambda rows: lax.map(one, rows), walk, rows)

@@ -1,4 +1,4 @@
-"""Which backend serves which device: one table, read by every kernel's `api.py`.
+"""The backends and the devices they support: one table, read by every kernel's `api.py`.
 
 A new backend is a new row here and an entry in the `BACKENDS` of each kernel that has it.
 """
@@ -11,13 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 NAMES = ("reference", "xla", "gpu", "tpu")
-ABSENT_CAPABILITIES = {"H100": "9.0", "H200": "9.0", "GH200": "9.0"}  # by the last word of an absent GPU's name
-GPU_RUNTIMES = ("cuda", "rocm")  # what the platform "gpu" is called while tracing for one that is absent
+ABSENT_CAPABILITIES = {"H100": "9.0", "H200": "9.0", "GH200": "9.0"}  # by the last word of the name of an absent GPU
+GPU_RUNTIMES = ("cuda", "rocm")  # the names of the platform "gpu" when tracing for an absent one
 
 
 @runtime_checkable
 class Device(Protocol):
-    """What the table looks at in a `jax.Device`; one that has a `compute_capability` tells that too."""
+    """What the table reads of a `jax.Device`, and its `compute_capability` if it has one."""
 
     platform: str
 
@@ -27,26 +27,26 @@ class Backend:
     """One row of the table.
 
     platforms: where it runs, as `jax.default_backend()` names them.
-    capabilities: the compute capabilities it serves there, empty for all of them.
-    chosen: whether `pick` may choose it; False for what runs only when asked for by name.
+    capabilities: the compute capabilities it supports there, empty for all of them.
+    automatic: whether `pick` may select it; False if it runs only when requested by name.
     """
 
     name: str
     platforms: tuple[str, ...]
     capabilities: tuple[str, ...] = ()
-    chosen: bool = True
+    automatic: bool = True
 
-    def serves(self, platform: str, capability: str | None) -> bool:
-        """Return whether it runs on this platform, at this compute capability where that matters."""
+    def supports(self, platform: str, capability: str | None) -> bool:
+        """Return whether it runs on this platform and, if it matters, at this compute capability."""
         return platform in self.platforms and (not self.capabilities or capability in self.capabilities)
 
 
-# In order of preference: `pick` takes the first that serves.
+# In order of preference: `pick` takes the first that is supported.
 TABLE = (
     Backend(name="tpu", platforms=("tpu",)),
     Backend(name="gpu", platforms=("gpu",), capabilities=("9.0",)),
     Backend(name="xla", platforms=("cpu", "gpu", "tpu")),
-    Backend(name="reference", platforms=("cpu", "gpu", "tpu"), chosen=False),
+    Backend(name="reference", platforms=("cpu", "gpu", "tpu"), automatic=False),
 )
 
 
@@ -64,24 +64,24 @@ def kernel(op: str, backend: str, function: str | None = None) -> Callable[..., 
 
 
 def pick(device: str | Device | None = None, built: Collection[str] = NAMES) -> str:
-    """Return the best backend among `built` for a device, a platform's name, or None for the one traced for.
+    """Return the best backend among `built` for a device, a platform's name, or None for the traced device.
 
-    That is the device of the abstract mesh in use, where a program is traced for a chip that is not here, or
-    else the default device. A platform's name alone tells no compute capability, so no backend that needs
-    one is chosen for it; an absent GPU has the capability its name stands for.
+    The traced device is that of the abstract mesh in use, if a program is traced for an absent chip, or
+    else the default device. A platform's name has no compute capability, so no backend that requires
+    one is selected for it; an absent GPU has the capability that its name implies.
     """
     platform, capability = _describe(device)
     for row in TABLE:
-        if row.chosen and row.name in built and row.serves(platform, capability):
+        if row.automatic and row.name in built and row.supports(platform, capability):
             return row.name
     raise NotImplementedError(f'platform "{platform}" has no backend among {_listed(built)}: use "cpu", "gpu" or "tpu"')
 
 
 def resolve(backend: str | None, built: Collection[str], device: str | Device | None = None) -> str:
-    """Return the backend asked for by name, or `pick`'s choice for None.
+    """Return the backend requested by name, or the result of `pick` for None.
 
-    A name that is none raises ValueError. A backend that cannot serve raises NotImplementedError with
-    the reason and the backend that can: nothing falls back in silence.
+    Raises ValueError for an unknown name, and NotImplementedError for an unsupported backend, with
+    the reason and a supported one: there is no silent fallback.
     """
     if backend is None:
         return pick(device, built)
@@ -91,20 +91,20 @@ def resolve(backend: str | None, built: Collection[str], device: str | Device | 
     if row is None or backend not in built:
         raise NotImplementedError(f'backend "{backend}" has no kernel for this: use "{pick(device, built)}"')
     platform, capability = _describe(device)
-    if not row.serves(platform, capability):
+    if not row.supports(platform, capability):
         found = platform if capability is None else f"{platform} of compute capability {capability}"
         wanted = f"{'/'.join(row.platforms)} {'/'.join(row.capabilities)}".rstrip()
-        raise NotImplementedError(f'backend "{backend}" serves {wanted}, not {found}: use "{pick(device, built)}"')
+        raise NotImplementedError(f'backend "{backend}" supports {wanted}, not {found}: use "{pick(device, built)}"')
     return backend
 
 
 def platform(device: str | Device | None = None) -> str:
-    """Return "cpu", "gpu" or "tpu": where a device is, or for None what is traced for."""
+    """Return "cpu", "gpu" or "tpu": the platform of a device, or for None of the traced one."""
     return _describe(device)[0]
 
 
 def device_kind() -> str:
-    """Return the kind of the device traced for, as JAX names it: "cpu", "TPU v5 lite", "NVIDIA H200"."""
+    """Return the kind of the traced device, as JAX names it: "cpu", "TPU v5 lite", "NVIDIA H200"."""
     absent = jax.sharding.get_abstract_mesh().abstract_device
     return jax.local_devices()[0].device_kind if absent is None else absent.device_kind
 

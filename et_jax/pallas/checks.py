@@ -1,4 +1,4 @@
-"""What every paged kernel asks of its arguments, checked while tracing."""
+"""Checks of the arguments of the paged kernels, made while tracing."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 FLOATS = (jnp.float32, jnp.bfloat16)
-# What a pool may hold whose tokens have scales; both are exact in bfloat16.
+# The dtypes of a pool with token scales; both convert to bfloat16 exactly.
 EIGHT_BITS = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
-# A register of a TPU holds so many columns, and so many rows of them.
+# The columns of a TPU register, and its rows.
 LANES = 128
 SUBLANES = 8
 
 
 def wider(*dtypes: DTypeLike) -> np.dtype:
-    """Return the widest of dtypes, in which products of queries and pages of several are made."""
+    """Return the widest of the dtypes, which products of queries and pages use."""
     return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
 
 
 def padded_width(head_dim: int) -> int:
-    """Return the columns of a cached token: its key and its value, padded to whole lanes."""
+    """Return the columns of a cached token: its key and its value, padded to full lanes."""
     return -(-2 * head_dim // LANES) * LANES
 
 
@@ -43,7 +43,7 @@ def require_shape(argument: str, array: Array, shape: tuple[int | None, ...], le
 
 
 def require_integers(argument: str, array: Array) -> None:
-    """Raise ValueError unless the array is int32, the one index type every backend takes."""
+    """Raise ValueError unless the array is int32, the only index type that every backend takes."""
     require(array.dtype == jnp.int32, argument, array.dtype, "int32")
 
 
@@ -66,6 +66,6 @@ def require_pool(q: Array, pages: Array, head_axis: int, kv_scales: Array | None
 
 
 def require_counts(config: Any) -> None:
-    """Raise ValueError unless every whole number among a configuration's fields is at least 1."""
+    """Raise ValueError unless every integer field of a configuration is at least 1."""
     for name, value in vars(config).items():
         require(not isinstance(value, int) or value is False or value >= 1, name, value, "at least 1")

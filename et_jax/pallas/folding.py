@@ -1,4 +1,4 @@
-"""Rows of one slot that read its pages together: their queries stand in one group."""
+"""Rows of one slot that attend to its pages together: their queries form one group."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from jaxtyping import Array, Int, Shaped
 
 
 def most_together(rows_per_slot: int, fits: Callable[[int], bool]) -> int:
-    """Return how many rows of a slot to read for at once: the most that fit and divide them; one is never refused."""
+    """Return how many rows of a slot to fold: the greatest divisor of their number that `fits`; 1 always does."""
     return next(rows for rows in range(rows_per_slot, 0, -1) if rows_per_slot % rows == 0 and (rows == 1 or fits(rows)))
 
 
@@ -19,7 +19,7 @@ def split(
     *lists: Int[Array, "b k ..."] | None,
     readers: Int[Array, "b k m"] | None,
 ) -> tuple[Any, ...]:
-    """Return the table, lists and readers of slots of `rows` rows each, as if every slot of several rows were more."""
+    """Return the table, lists and readers as if every slot were several slots of `rows` rows each."""
     parts = rows_per_slot // rows
     if parts == 1:
         return page_table, *lists, readers
@@ -31,7 +31,7 @@ def split(
 
 
 def by_head(q: Shaped[Array, "r h d"], num_kv_heads: int, rows: int) -> Shaped[Array, "b k q d"]:
-    """Return the queries that share a KV head of a slot: those of its first row, then of its second."""
+    """Return the queries of each KV head of a slot, row after row."""
     r, h, d = q.shape
     if rows == 1:
         return q.reshape(r, num_kv_heads, -1, d)
@@ -40,7 +40,7 @@ def by_head(q: Shaped[Array, "r h d"], num_kv_heads: int, rows: int) -> Shaped[A
 
 
 def by_row(x: Shaped[Array, "b k q d"], rows: int) -> Shaped[Array, "r h d"]:
-    """Return what `by_head` was given, of what it returns."""
+    """Return the inverse of `by_head`: the array that it was given."""
     b, k, queries, d = x.shape
     if rows > 1:
         x = x.reshape(b, k, rows, queries // rows, d).swapaxes(1, 2)

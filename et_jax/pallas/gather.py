@@ -1,4 +1,4 @@
-"""Tokens of listed pages, read from the pool with no copy of the pool."""
+"""Gathers of tokens of listed pages from the pool, without a copy of the pool."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 
 def page_rows(page_table: Int[Array, "b n"], blocks: Int[Array, "b k m"], num_pages: int) -> Int[Array, "b*k m"]:
-    """Return the row of each listed block's page in the pool seen as "k*p s e"."""
+    """Return the row of each listed block's page in the pool viewed as "k*p s e"."""
     b, k, m = blocks.shape
     pages = jnp.take_along_axis(page_table[:, None], blocks, axis=2, mode="clip")
     heads = jnp.arange(k, dtype=jnp.int32)[:, None] * num_pages
@@ -28,8 +28,8 @@ def tokens(
 ) -> Shaped[Array, "x m*s {width}"]:
     """Return columns [start, start + width) of every token of the listed pages.
 
-    One gather with the columns in its slice: to slice pages first copies the pool, to slice what was
-    gathered copies the tokens once more.
+    One gather with the columns in its slice: slicing the pages first would copy the pool, slicing the gathered
+    tokens would copy them again.
     """
     k, p, s, e = pages.shape
     x, m = rows.shape

@@ -1,9 +1,9 @@
-"""Pages copied ahead of the work, through a ring of buffers: what the paged kernels on a TPU share.
+"""A ring of buffers for pages that are prefetched, shared by the paged kernels on a TPU.
 
-Each grid step works through a list of pages, a group at a time. While one group is worked on, the next ones
-are on their way, each into a buffer of the ring, and the copies run ahead over the end of a list: during the
-last groups of one grid step the first groups of the next are fetched, so that a short list does not pay for
-the latency of memory. Grid steps must run in order, on one core.
+Each grid step processes a list of pages, one group at a time. While one group is processed, the next ones
+are being copied, each into a buffer of the ring. The copies run ahead over the end of a list: during the
+last groups of one grid step the first groups of the next are fetched, which hides the
+memory latency of short lists. Grid steps must run in order, on one core.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from jaxtyping import Array, Int
 
 from et_jax.pallas.checks import EIGHT_BITS, LANES, SUBLANES, require
 
-# Each page of a group is some lines of the compiled step.
+# Each page of a group is several lines of the compiled step.
 MOST_PAGES = 32
-# What must be on its way for memory never to wait: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
+# The bytes in flight that saturate memory: bandwidth times latency, 1.6 TB/s (v6e) times about 1.5 us.
 BYTES_IN_FLIGHT = 5 * 2**19
-# Kernels get 16 MiB of a core's vector memory unless they ask for more; the ring takes at most half of that.
+# Kernels get 16 MiB of a core's vector memory by default; the ring takes at most half of that.
 RING_BYTES = 2**23
 VECTOR_MEMORY_BYTES = 2**24
-# A v5e or v6e core has 1 MiB of scalar memory, of which the compiler keeps some.
+# A v5e or v6e core has 1 MiB of scalar memory, of which the compiler reserves some.
 SCALAR_MEMORY_BYTES = 2**20 - 2**14
 
 
@@ -34,8 +34,8 @@ SCALAR_MEMORY_BYTES = 2**20 - 2**14
 class RingConfig:
     """The shape of the ring.
 
-    group: pages worked on at once, a power of two, at most 128 (LANES); the same for every batch and list.
-    depth: buffers in the ring, each of one group; all but one are on their way while that one is worked on.
+    group: pages processed at once, a power of two, at most 128 (LANES); the same for every batch and list.
+    depth: buffers in the ring, each of one group; all but the one being processed are in flight.
     """
 
     group: int
@@ -47,12 +47,12 @@ class RingConfig:
         require(self.depth >= 2, "depth", self.depth, "at least 2")
 
     def num_bytes(self, page_bytes: int) -> int:
-        """Return the vector memory the buffers take."""
+        """Return the bytes of vector memory of the buffers."""
         return self.depth * self.group * page_bytes
 
 
 def heuristic(group_tokens: int, page_size: int, width: int, dtype: jnp.dtype) -> RingConfig:
-    """Return the ring for groups of so many tokens, a page size in tokens, a token's width and the pool's dtype."""
+    """Return the ring for a group size in tokens, a page size in tokens, a token's width and the pool's dtype."""
     page_bytes = page_size * width * jnp.dtype(dtype).itemsize
     most = max(1, min(MOST_PAGES, group_tokens // page_size, RING_BYTES // 4 // page_bytes))
     group = 1 << (most.bit_length() - 1)
@@ -62,21 +62,21 @@ def heuristic(group_tokens: int, page_size: int, width: int, dtype: jnp.dtype) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What a call takes of a core's scalar and vector memory, in bytes."""
+    """The scalar and vector memory of a core that a call uses, in bytes."""
 
     scalar: int
     vector: int
 
 
 def page_bytes(pages: Array) -> int:
-    """Return the vector memory that a page of tokens takes, with its scales where it is in 8 bits."""
+    """Return the bytes of vector memory of a page, with its scales if it is in 8 bits."""
     _, _, s, e = pages.shape
-    scales = 4 * SUBLANES * max(s, LANES) if pages.dtype in EIGHT_BITS else 0  # whole registers
+    scales = 4 * SUBLANES * max(s, LANES) if pages.dtype in EIGHT_BITS else 0  # full registers
     return s * e * pages.dtype.itemsize + scales
 
 
 def require_pages(pages: Array) -> None:
-    """Raise NotImplementedError unless a page is whole tiles, which alone can be copied by itself."""
+    """Raise NotImplementedError unless a page consists of full tiles, a condition of copying it by itself."""
     rows = 32 // pages.dtype.itemsize  # of a tile: 8 in float32, 16 in bfloat16, 32 in 8 bits
     if pages.shape[2] % rows:
         raise NotImplementedError(
@@ -85,10 +85,10 @@ def require_pages(pages: Array) -> None:
 
 
 def require_memory(kind: str, needed: int, given: int, advice: str) -> None:
-    """Raise NotImplementedError unless the bytes a kernel needs of a memory are there."""
+    """Raise NotImplementedError if a kernel needs more bytes of a memory than there are."""
     if needed > given:
         raise NotImplementedError(
-            f'backend "tpu" would need {needed} of {given} bytes of {kind} memory: use "xla", {advice}'
+            f'backend "tpu" needs {needed} of {given} bytes of {kind} memory: use "xla", {advice}'
         )
 
 
@@ -96,8 +96,8 @@ def require_memory(kind: str, needed: int, given: int, advice: str) -> None:
 class PageList:
     """The pages one grid step reads.
 
-    head: KV head whose pages they are. num_groups: groups to work through.
-    count: how many pages group i holds. page: the place in the pool of page j of group i.
+    head: KV head of the pages. num_groups: groups to process.
+    count: the number of pages of group i. page: the index in the pool of page j of group i.
     """
 
     head: Any
@@ -108,10 +108,10 @@ class PageList:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Buffers "depth group ...", a semaphore for each of the ring, and the list of this grid step and of the next.
+    """Buffers "depth group ...", one semaphore per buffer, and the lists of this grid step and of the next.
 
     pools: what is copied of a page, pairs of an array that leads with head and page and of its buffers.
-    first_ref: which buffer takes the first group of this grid step's list.
+    first_ref: the buffer of the first group of this grid step's list.
     """
 
     pools: tuple[tuple[Any, Any], ...]
@@ -126,32 +126,32 @@ class Ring:
         return self.arrived.shape[0]
 
     def buffer(self, i: Any) -> Int[Array, ""]:
-        """Return the buffer of group i, counted from this list's first."""
+        """Return the buffer of group i of this list."""
         return lax.rem(self.first_ref[0] + i, self.depth)
 
     def open(self, first_step: Any) -> None:
-        """Fetch the first depth - 1 groups from this list's first on, but for those the step before fetched."""
+        """Fetch the first depth - 1 groups of this list, except those that the previous step fetched."""
 
         @pl.when(first_step)
         def _():
             self.first_ref[0] = 0
 
-        # a list of fewer groups leaves room, which the step before could not fill: it sees one list ahead
+        # a list of fewer groups leaves buffers empty that the previous step could not fill: it sees only one list ahead
         fetched = jnp.where(first_step, 0, jnp.minimum(self.own.num_groups, self.depth - 1))
         lax.fori_loop(fetched, self.depth - 1, lambda i, _: self._fetch(i), None)
 
     def next(self, i: Any) -> Int[Array, ""]:
-        """Return the buffer of group i, arrived; set off the group that is depth - 1 further on."""
-        self._fetch(i + self.depth - 1)  # into the buffer of group i - 1, which is done with
+        """Return the buffer of group i after its copy has ended; start the copy of group i + depth - 1."""
+        self._fetch(i + self.depth - 1)  # into the buffer of group i - 1, which is free
         buffer, count = self.buffer(i), self.own.count(i)
         group = self.pools[0][1].shape[1]
 
-        # a wait asks how much arrived, not from where: one serves a group that is full
+        # a wait counts the copied bytes, not their source: a single wait suffices for a full group
         @pl.when(count == group)
         def _():
             for _, buffers_ref in self.pools:
-                whole = buffers_ref.at[buffer]
-                pltpu.make_async_copy(whole, whole, self.arrived.at[buffer]).wait()
+                full = buffers_ref.at[buffer]
+                pltpu.make_async_copy(full, full, self.arrived.at[buffer]).wait()
 
         @pl.when(count < group)
         def _():
@@ -164,11 +164,11 @@ class Ring:
         return buffer
 
     def close(self) -> None:
-        """Hand the ring to the next grid step."""
+        """Pass the ring to the next grid step."""
         self.first_ref[0] = self.buffer(self.own.num_groups)
 
     def _fetch(self, i: Any) -> None:
-        """Start the copies of group i, counted on from this list's groups into the next list's."""
+        """Start the copies of group i, counted over this list's groups and then the next list's."""
         buffer = self.buffer(i)
 
         def start(pages: PageList, group: Any) -> None:

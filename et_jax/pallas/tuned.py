@@ -1,10 +1,10 @@
-"""Settings measured on a device, which stand before the rule of a kernel's heuristic.
+"""Settings measured on a device, which take precedence over a kernel's heuristic.
 
-`tuned/<device kind>.json` maps a kernel and what its best settings depend on to those settings:
+`tuned/<device kind>.json` maps a kernel and the facts that its best settings depend on to those settings:
 
     {"paged_attention/xla page_size=16 head_dim=128 queries=4 dtype=float32": {"group": 32, "joint": false}}
 
-`scripts/tune_kernels.py` measures and writes it. A device without a file, or a key not in it, goes by the rule.
+`scripts/tune_kernels.py` measures and writes it. Without a file for the device, or for other keys, the rule applies.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ FOLDER = Path(__file__).parent / "tuned"
 
 
 def path(kind: str) -> Path:
-    """Return where the table of a kind of device lies, as JAX names it ("NVIDIA H200")."""
+    """Return the path of the table for a kind of device, as JAX names it ("NVIDIA H200")."""
     return FOLDER / f"{kind.lower().replace(' ', '-')}.json"
 
 
 def key(kernel: str, **facts: object) -> str:
-    """Return the table's key for a kernel "op/backend" and what its best settings depend on."""
+    """Return the table's key for a kernel "op/backend" and the facts that its best settings depend on."""
     return " ".join([kernel, *(f"{name}={fact}" for name, fact in facts.items())])
 
 
 def settings(by_rule: C, kernel: str, **facts: object) -> C:
-    """Return the settings recorded for the device traced for under this key, or else those given by rule."""
+    """Return the settings recorded for the traced device under this key, or else those of the rule."""
     table = path(device_kind())
     recorded = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
     name = key(kernel, **facts)
@@ -41,13 +41,13 @@ def settings(by_rule: C, kernel: str, **facts: object) -> C:
         return _built(type(by_rule), recorded[name])
     except (TypeError, ValueError) as reason:
         raise UsageError(
-            f'{table}: "{name}" holds settings that the kernel refuses ({reason}): delete the entry, or record it anew '
+            f'{table}: "{name}" has settings that the kernel refuses ({reason}): delete the entry, or record it again '
             f"with scripts/tune_kernels.py"
         ) from reason
 
 
 def _built(config: type[C], values: Mapping[str, Any]) -> C:
-    """Return a configuration, and those within it, from their fields."""
+    """Return a configuration, with its nested ones, from their fields."""
     fields = {field.name: field.type for field in dataclasses.fields(config)}
     inner = {
         name: _built(fields[name], value)

@@ -1,6 +1,6 @@
-"""A report of what a run left: `python -m et_jax.report trace.jsonl --output run.html`.
+"""A report from the files of a run: `python -m et_jax.report trace.jsonl --output run.html`.
 
-Reads what `--trace` of `et_jax.generate` wrote, or the output of a batch.
+Reads the file of `--trace` of `et_jax.generate`, or the output of a batch.
 """
 
 import argparse
@@ -25,8 +25,8 @@ def parser() -> argparse.ArgumentParser:
         description="Write a page on a run: texts in colours of their entropy, and what control did.",
         allow_abbrev=False,
     )
-    p.add_argument("file", help="what --trace wrote, or the --output of a batch")
-    p.add_argument("--output", "-o", required=True, metavar="FILE.html", help="where the page goes")
+    p.add_argument("file", help="the file of --trace, or the --output of a batch")
+    p.add_argument("--output", "-o", required=True, metavar="FILE.html", help="the page to write")
     return p
 
 
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _decode(model: str) -> "Decode | None":
-    """The `decode` of a model's tokenizer; None, and a word about it, where there is none on this machine."""
+    """Return the `decode` of a model's tokenizer; None, with a message, if it is not on this machine."""
     from et_jax.models.local import local_model
     from et_jax.text import load_tokenizer
 
@@ -63,7 +63,7 @@ def _decode(model: str) -> "Decode | None":
             raise UsageError(f"there is no model {excerpt(model)} here")
         return load_tokenizer(folder).decode
     except UsageError as error:
-        print(f"alternatives are told by their ids: {error}", file=sys.stderr)
+        print(f"alternatives are shown by their ids: {error}", file=sys.stderr)
         return None
 
 

@@ -1,6 +1,6 @@
-"""The report of a batch: how its requests are spread, and those at both ends, read from the rows of its output.
+"""The report of a batch: the distribution of its requests, and the extreme ones, from the rows of its output.
 
-Rows hold what each request came to; the tokens of the extremes are kept by `Extremes` while the batch is served.
+Rows have the figures of each request; `Extremes` keeps the tokens of the extreme ones during the batch.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.io.known import told
+from et_jax.io.known import formatted
 from et_jax.report.drawing import BLUE, GREEN, PURPLE, WARM, Figure, axis, chart, plain
 from et_jax.report.figures import of_completion
 from et_jax.report.page import Decode, Section, TextTable, facts_of, write_page
 from et_jax.serve.completions import Completion
 
-EACH = 3  # requests at an end of a measure
-MOST_POINTS = 2000  # requests that the scatter shows
+EACH = 3  # requests per extreme of a measure
+MOST_POINTS = 2000  # requests shown in the scatter plot
 _BINS = 40
 
 
@@ -47,11 +47,11 @@ class Usage(msgspec.Struct):
 
 
 Sum = Annotated[float, msgspec.Meta(ge=-1e60, le=1e60)]
-"""A figure of a run, or a sum of such, that can be summed and squared once more."""
+"""A figure of a run, or a sum of such; its sums and squares stay finite."""
 
 
 class Entropic(msgspec.Struct):
-    """What a report reads of `Totals.to_dict`; None is what is not known."""
+    """The fields of `Totals.to_dict` that a report reads; None is unknown."""
 
     entropic_time: Sum | None
     cost_bytes: Sum | None
@@ -61,7 +61,7 @@ class Entropic(msgspec.Struct):
 
 
 class Body(msgspec.Struct):
-    """What a report reads of an answer."""
+    """The fields of an answer that a report reads."""
 
     choices: list[Choice]
     usage: Usage
@@ -93,7 +93,7 @@ class Measure:
 
 
 def _efficiency(body: Body) -> float | None:
-    """Nats a MB; None where nothing was moved, as for an answer without a token."""
+    """Return nats a MB; None if nothing was moved, as for an answer without a token."""
     per_byte = body.entropic.nats_per_byte
     return 1e6 * per_byte if body.entropic.cost_bytes and per_byte is not None else None
 
@@ -107,17 +107,17 @@ MEASURES = (
 
 
 class Extremes:
-    """The completions of the requests at both ends of every measure among those that were seen, `EACH` at an end."""
+    """The completions of the `EACH` requests at both extremes of every measure so far."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, int], list[tuple[float, int, str]]] = {}
-        self._held: dict[str, Sequence[Completion]] = {}
+        self._completions: dict[str, Sequence[Completion]] = {}
         self._count = itertools.count()
 
     def take(self, row: Mapping[str, Any], completions: Sequence[Completion]) -> None:
-        """See the completions of a request, and its row; keep them as long as they are at an end."""
+        """Record the completions of a request, and its row; they are kept while they are extreme."""
         body = msgspec.convert(row["response"]["body"], Body)
-        self._held[row["id"]] = completions
+        self._completions[row["id"]] = completions
         for measure in MEASURES:
             value = measure.of(body)
             for sign in (1, -1):
@@ -128,11 +128,11 @@ class Extremes:
                 if len(end) > EACH:
                     heapq.heappop(end)
         named = {name for end in self._ends.values() for *_, name in end}
-        self._held = {name: held for name, held in self._held.items() if name in named}
+        self._completions = {name: completions for name, completions in self._completions.items() if name in named}
 
     def of(self, name: str) -> Sequence[Completion]:
-        """Return the completions of the request whose row has this id, none where they are not kept."""
-        return self._held.get(name, ())
+        """Return the completions of the request whose row has this id, none if they are not kept."""
+        return self._completions.get(name, ())
 
 
 def write_batch_report(
@@ -143,9 +143,9 @@ def write_batch_report(
     extremes: Extremes | None = None,
     decode: Decode | None = None,
 ) -> None:
-    """Write a page on the rows of `output`; the tokens of `extremes` are shown where they are kept.
+    """Write a page on the rows of `output`, with the tokens of `extremes` if they are kept.
 
-    Raises UsageError where there is no row, a line is none, or the page cannot be written.
+    Raises UsageError if there is no row, a line is not a row, or the page cannot be written.
     """
     spread = _Spread()
     for number, row in enumerate(read_rows(output), 1):
@@ -162,7 +162,7 @@ def write_batch_report(
 
 
 def is_batch(path: Path) -> bool:
-    """Return whether the first line of a file is meant for a row of a batch."""
+    """Return whether the first line of a file looks like a row of a batch."""
     with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
         first = json.loads(file.readline())
         return isinstance(first, dict) and {"custom_id", "response"} <= first.keys()
@@ -170,9 +170,9 @@ def is_batch(path: Path) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of the output of a batch, but for a torn last one.
+    """Yield the rows of the output of a batch, except a torn last one.
 
-    Raises UsageError naming a line that is no row.
+    Raises UsageError naming an invalid line.
     """
     decoder = msgspec.json.Decoder(Row)
     try:
@@ -192,7 +192,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 class _Spread:
-    """The measures of all rows."""
+    """The distributions of the measures of all rows."""
 
     def __init__(self) -> None:
         self.total = self._errors = 0
@@ -220,12 +220,12 @@ class _Spread:
         return {
             "requests": f"{self.total}, {self._errors} with an error",
             "tokens": f"{tokens:,}",
-            "entropic time": f"{told(sum(self._time), ',.1f')} nats",
-            "cost": f"{told(sum(self._cost), ',.1f')} MB moved",
+            "entropic time": f"{formatted(sum(self._time), ',.1f')} nats",
+            "cost": f"{formatted(sum(self._cost), ',.1f')} MB moved",
         }
 
     def ends(self) -> dict[int, list[str]]:
-        """Return for each extreme row, by its number, at which ends it is."""
+        """Return for each extreme row, by its number, the measures in which it is extreme."""
         found: dict[int, list[str]] = {}
         for measure in MEASURES:
             values = np.array(self._values[measure.name])
@@ -240,7 +240,7 @@ class _Spread:
         return dict(sorted(found.items()))
 
     def section(self, ends: Mapping[int, list[str]], shown: Mapping[int, Row]) -> Section:
-        """How the requests are spread, and links to the extremes."""
+        """Return the section on the distribution of the requests, with links to the extremes."""
         from markupsafe import Markup
 
         rows = [
@@ -265,7 +265,7 @@ class _Spread:
             if len(values) == 0:
                 continue
             edges = np.linspace(values.min(), values.max(), _BINS + 1)
-            if not (np.diff(edges) > 0).all():  # all alike, but for what rounding makes
+            if not (np.diff(edges) > 0).all():  # all equal, except for rounding
                 continue
             counts, _ = np.histogram(values, bins=edges)
             label = measure.name if measure.unit == measure.name else f"{measure.name} ({measure.unit})"
@@ -289,12 +289,12 @@ class _Spread:
         if not self._time:
             return
         step = -(-len(self._time) // MOST_POINTS)
-        chosen = slice(None, None, step)
+        shown_points = slice(None, None, step)
         few = "" if step == 1 else f" One of {step} requests is shown."
         yield Figure(
             title="Entropic time against cost",
             caption=f"A dot is a request: the entropy that it resolved, against the bytes that this took.{few}",
-            words=f"{told(sum(self._time), ',.1f')} nats for {told(sum(self._cost), ',.1f')} MB moved by "
+            words=f"{formatted(sum(self._time), ',.1f')} nats for {formatted(sum(self._cost), ',.1f')} MB moved by "
             f"{len(self._time)} requests.",
             spec=chart(
                 "point",
@@ -305,15 +305,15 @@ class _Spread:
                 color={"value": PURPLE},
             ),
             columns={
-                "line": self._numbers[chosen],
-                "cost (MB moved)": plain(np.array(self._cost)[chosen]),
-                "entropic time (nats)": plain(np.array(self._time)[chosen]),
+                "line": self._numbers[shown_points],
+                "cost (MB moved)": plain(np.array(self._cost)[shown_points]),
+                "entropic time (nats)": plain(np.array(self._time)[shown_points]),
             },
         )
 
 
 def _request(number: int, row: Row, said: Sequence[str], kept: Sequence[Completion]) -> list[Section]:
-    """The sections of a request: one, or one for each continuation whose tokens are kept."""
+    """Return the sections of a request: one, or one for each continuation whose tokens are kept."""
     title = _name(number, row)
     if kept:
         ordered = sorted(kept, key=lambda completion: completion.index)

@@ -1,4 +1,4 @@
-"""A chat on a terminal: the turns so far, commands that begin with a slash, tokens in the colour of their entropy."""
+"""A chat on a terminal: the turns so far, slash commands, tokens in the colour of their entropy."""
 
 import contextlib
 import dataclasses
@@ -16,11 +16,11 @@ from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.model import Model
 from et_jax.serve.requests import SamplingParams
 
-_EDGES = (0.5, 1.0, 2.0, 4.0)  # nats of entropy between two colours
+_EDGES = (0.5, 1.0, 2.0, 4.0)  # nats: the bounds between colours
 _COLOURS = ("", "\x1b[38;5;185m", "\x1b[38;5;179m", "\x1b[38;5;173m", "\x1b[38;5;167m")
 _PLAIN = "\x1b[0m"
 _HELP = """/reset            forget the turns so far
-/system TEXT      begin anew with this system message
+/system TEXT      restart with this system message
 /set NAME VALUE   change a sampling setting: /set temperature 0.7
 /trace            show entropy, varentropy and surprisal of the last answer's tokens
 /save FILE        write the turns as JSON
@@ -29,7 +29,7 @@ _HELP = """/reset            forget the turns so far
 
 
 def coloured(event: TokenEvent, escapes: bool) -> str:
-    """Return the text of a token, where `escapes` are understood in the colour of its entropy."""
+    """Return the text of a token, in the colour of its entropy if the terminal supports `escapes`."""
     if event.trace is None or not escapes:
         return event.text
     step = sum(event.trace.entropy >= edge for edge in _EDGES)
@@ -37,9 +37,9 @@ def coloured(event: TokenEvent, escapes: bool) -> str:
 
 
 class Conversation:
-    """Turns of a user and a model, whose chat template writes them.
+    """Turns of a user and a model, formatted by its chat template.
 
-    A turn is answered from all turns before it, whose pages are cached prefix pages. Raises UsageError for a
+    Each answer is a continuation of all turns so far, whose pages are cached prefix pages. Raises UsageError for a
     model without a template.
     """
 
@@ -55,8 +55,8 @@ class Conversation:
     def answer(self, text: str, show: Callable[[TokenEvent], None], cancelled: Callable[[], bool]) -> None:
         """Add a turn and its answer, which `show` receives token by token.
 
-        An answer that is `cancelled` is kept as far as it came. Raises UsageError, and adds nothing, where the turns do
-        not fit the model, or the answer fails.
+        A `cancelled` answer is kept up to that point. Raises UsageError, and adds nothing, if the turns exceed the
+        model's length, or the answer fails.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self.model.tokenizer.chat(asked, self.system_prompt, allow_special_tokens=self._special)
@@ -68,7 +68,7 @@ class Conversation:
         self.messages = [*asked, {"role": "assistant", "content": self.last.checked().text}]
 
     def command(self, line: str) -> str:
-        """Obey a line that begins with a slash, and return what to say. Raises UsageError for what cannot be done."""
+        """Run a line that begins with a slash, and return its reply. Raises UsageError for an invalid command."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset" and not rest:
@@ -77,7 +77,7 @@ class Conversation:
         if name == "/system" and rest:
             self.model.tokenizer.render([{"role": "user", "content": "?"}], rest)
             self.system_prompt, self.messages = rest, []
-            return "The chat begins anew with this system message."
+            return "The chat restarts with this system message."
         if name == "/set" and len(words := rest.split(None, 1)) == 2:
             self.params = _changed(self.params, *words)
             return f"{words[0]} is {getattr(self.params, words[0])}."
@@ -99,7 +99,7 @@ class Conversation:
 def converse(conversation: Conversation, signals: Signals) -> int:
     """Read turns from standard input until its end, and return the exit code."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  lines can be edited then, and come back with the arrow keys
+        import readline  # noqa: F401  adds line editing and history
 
     if sys.stdin is None:
         raise UsageError("Standard input is closed, and a chat reads its turns from there.")
@@ -115,11 +115,11 @@ def converse(conversation: Conversation, signals: Signals) -> int:
         try:
             with signals.asking():
                 line = input("> " if asks else "").strip()
-            signals.forget()  # a Ctrl-C that came between an answer and the question
+            signals.forget()  # a Ctrl-C between an answer and the question
         except EOFError:
             return 0
         except KeyboardInterrupt:
-            print(file=sys.stderr)  # the line typed so far is dropped
+            print(file=sys.stderr)  # drops the line typed so far
             continue
         except UnicodeDecodeError as error:
             raise UsageError(f"Standard input is not UTF-8 ({error.reason}); give the turns as UTF-8 text.") from error
@@ -137,7 +137,7 @@ def converse(conversation: Conversation, signals: Signals) -> int:
 
 
 def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
-    """The settings with one of them changed, as JSON or as a text."""
+    """Return the settings with one of them changed, given as JSON or as text."""
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "n"]
     if name not in names:
         raise UsageError(f"{name} is no setting; choose one of {', '.join(names)}.")
@@ -145,7 +145,7 @@ def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
         given = json.loads(value)
     except (ValueError, RecursionError):
         given = value
-    if isinstance(given, dict):  # JSON writes the tokens of a bias as texts
+    if isinstance(given, dict):  # JSON has the tokens of a bias as texts
         given = {int(key) if key.isdecimal() and len(key) < 10 else key: bias for key, bias in given.items()}
     return dataclasses.replace(params, **{name: tuple(given) if isinstance(given, list) else given})
 

@@ -1,4 +1,4 @@
-"""What the command line shows of one prompt: progress, the text as it comes, trace rows, a summary."""
+"""The output of the command line for one prompt: progress, streamed text, trace rows, a summary."""
 
 import json
 import sys
@@ -12,9 +12,9 @@ from et_jax.serve.totals import Totals
 
 
 class Status:
-    """One line on standard error, rewritten as work goes on; on a terminal nothing of it stays after the context.
+    """One line on standard error, rewritten as work progresses; on a terminal it is cleared at the end.
 
-    There the cursor waits at its start, so that what others print meanwhile has a line of its own.
+    On a terminal the cursor stays at its start, so that other output goes to its own line.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Status:
         self.clear()
 
     def tell(self, what: str) -> None:
-        """Show what is going on, or a sentence: what is over."""
+        """Show the work in progress, or a sentence on finished work."""
         line = what if what.endswith(".") else f"{what} ..."
         if takes_escapes(sys.stderr):
             print(f"\r\x1b[K{fitted(line, sys.stderr)}\r", end="", file=sys.stderr, flush=True)
@@ -42,11 +42,11 @@ class Status:
 
 
 class Report:
-    """Shows what comes: text, trace rows, and the summary at the end.
+    """Shows streamed text, trace rows, and the summary at the end.
 
-    With `as_json` one object per continuation is printed at the end, else the text: as it comes where
-    there is one continuation and `stream`, at the end otherwise. `trace` takes every event; where it
-    fails, the text goes on without it.
+    With `as_json` one object per continuation is printed at the end, else the text: streamed with
+    one continuation and `stream`, at the end otherwise. `trace` receives every event; if it
+    fails, the text continues without it.
     """
 
     def __init__(self, status: Status, trace: TraceWriter | None, *, n: int, as_json: bool, stream: bool) -> None:
@@ -86,7 +86,7 @@ class Report:
         print(self._summary(), file=sys.stderr)
 
     def check_trace(self) -> None:
-        """Raise the OSError that the trace ended with, if it did."""
+        """Raise the OSError that ended the trace, if there was one."""
         if self._trace is not None:
             self._trace.check()
 
@@ -98,12 +98,12 @@ class Report:
         reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
         return (
             f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
-            f"{Totals.of(self.completions).told()}]"
+            f"{Totals.of(self.completions).described()}]"
         )
 
 
 def _json(value: dict[str, Any]) -> str:
-    """Return a value as a line of JSON, with escapes for what standard output has no bytes for."""
+    """Return a value as a line of JSON, with escapes for characters that standard output cannot encode."""
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode(sys.stdout.encoding or "ascii")

@@ -1,7 +1,7 @@
-"""How figures are drawn: Vega-Lite specifications over columns of plain numbers.
+"""Drawing of figures: Vega-Lite specifications over columns of plain numbers.
 
-Where there are more tokens than a screen has points, a point stands for several of them: it has their mean, and a band
-from the least to the greatest where that says more.
+If there are more tokens than points on a screen, a point is the mean of several of them, with a band
+from the least to the greatest if they differ.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-MOST_POINTS = 1500  # of a line: about two to a pixel of a wide screen
+MOST_POINTS = 1500  # of a line: about two per pixel of a wide screen
 HEIGHT = 220  # pixels
 LEGEND = {"title": None, "orient": "top"}
-# Colours are names that the page resolves, one set for a light screen and one for a dark one.
+# Colours are names that the page defines, once for a light screen and once for a dark one.
 WARM, GREY, BLUE, GREEN, PURPLE = "$warm", "$grey", "$blue", "$green", "$purple"
 
 Columns = Mapping[str, Sequence[Any]]
@@ -25,7 +25,7 @@ Spec = dict[str, Any]
 class Figure:
     """One figure: its title, a sentence on how to read it, what it shows in words, and the drawing.
 
-    `columns` are the data that `spec` calls by the name `table`. `by_token` tells that x counts tokens.
+    `columns` are the data that `spec` calls by the name `table`. `by_token` is true if x counts tokens.
     """
 
     title: str
@@ -37,9 +37,9 @@ class Figure:
 
 
 def binned(values: Float[np.ndarray, " n"], most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each of at most `most` equal groups of values is (from 1, its middle), its mean, least, greatest.
+    """Return for at most `most` equal groups of values their middle (from 1), mean, least and greatest value.
 
-    Values that are not known, NaN, count for nothing; a group of them alone is NaN.
+    Unknown values, NaN, are ignored; a group of only such values is NaN.
     """
     size = -(-len(values) // most)
     groups = -(-len(values) // size)
@@ -57,22 +57,22 @@ def binned(values: Float[np.ndarray, " n"], most: int) -> tuple[np.ndarray, np.n
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers for JSON, to five figures; None for those that are not known."""
+    """Return numbers for JSON, to five figures; None for unknown ones."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.astype(np.float64)]
 
 
 def chart(kind: str, height: int = HEIGHT, *, mark: Spec | None = None, **encoding: Spec) -> Spec:
-    """Return a drawing of one kind of mark, whose values are shown where it is pointed at."""
+    """Return a drawing of one kind of mark, with tooltips."""
     return {"height": height, "mark": {"type": kind, **(mark or {}), "tooltip": True}, "encoding": encoding}
 
 
 def axis(field: str, kind: str = "quantitative", **more: Any) -> Spec:
-    """Return what a column stands for in a drawing: an axis, or an order."""
+    """Return the encoding of a column as an axis, or an order."""
     return {"field": field, "type": kind, **more}
 
 
 def groups(field: str) -> Spec:
-    """Return a column of few values as an axis, its labels upright."""
+    """Return a column of few values as an axis with upright labels."""
     return axis(field, "ordinal", axis={"labelAngle": 0})
 
 
@@ -82,7 +82,7 @@ def shade(field: str) -> Spec:
 
 
 def over_tokens(layers: list[Spec], title: str, tokens: int) -> Spec:
-    """A drawing of layers over tokens, with a rule at the token that is looked at: the signal `at`."""
+    """Return a drawing of layers over tokens, with a rule at the selected token: the signal `at`."""
     x = {"field": "token", "type": "quantitative", "title": "token"}
     rule = {
         "mark": {"type": "rule", "strokeDash": [3, 3], "opacity": 0.8},
@@ -101,7 +101,7 @@ def over_tokens(layers: list[Spec], title: str, tokens: int) -> Spec:
 
 
 def lines(colours: Mapping[str, str], points: Sequence[str] = ()) -> list[Spec]:
-    """A line for each column in its colour, dots for those of `points`, with one legend for all."""
+    """Return a line for each column in its colour, dots for those of `points`, with one legend for all."""
     scale = {"domain": list(colours), "range": list(colours.values())}
     legend = LEGEND if len(colours) > 1 else None
     dots = {"type": "point", "filled": True, "size": 14, "opacity": 0.7, "clip": True}

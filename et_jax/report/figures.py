@@ -1,11 +1,11 @@
-"""The figures of one continuation: what was measured of its tokens."""
+"""The figures of one continuation, from the measurements of its tokens."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from et_jax.io.known import known, ratio, told
+from et_jax.io.known import formatted, known, ratio
 from et_jax.report.drawing import (
     BLUE,
     GREEN,
@@ -32,7 +32,7 @@ MOST_MOMENTS = 120  # columns of a heat map over tokens
 
 
 def of_completion(completion: Completion) -> list[Figure]:
-    """Return the figures of one continuation, those that would show nothing left out."""
+    """Return the figures of one continuation, without empty ones."""
     rows = completion.trace
     found = [_entropy(rows), _temperature(rows), _reading(rows), *_heat(rows), _progress(rows)]
     return [figure for figure in [*found, _drafts(rows), _speakers(rows), _guards(rows)] if figure is not None]
@@ -48,8 +48,8 @@ def _entropy(rows: Sequence[TokenTrace]) -> Figure:
     return Figure(
         title="Entropy and surprisal",
         caption=f"Entropy of the next token, and the surprisal of the one that was taken, in nats.{_grouped(rows)}",
-        words=f"Entropy by token: {_told([row.entropy for row in rows])} nats. "
-        f"Surprisal: {_told([row.surprisal for row in rows])} nats.",
+        words=f"Entropy by token: {_described([row.entropy for row in rows])} nats. "
+        f"Surprisal: {_described([row.surprisal for row in rows])} nats.",
         spec=over_tokens([*area, *drawn], "nats", len(rows)),
         columns=columns,
         by_token=True,
@@ -63,7 +63,7 @@ def _temperature(rows: Sequence[TokenTrace]) -> Figure:
     return Figure(
         title="Temperature",
         caption=f"The temperature that each token was sampled at; 0 is greedy.{_grouped(rows)}",
-        words=f"Temperature by token: {_told([row.temperature for row in rows])}.",
+        words=f"Temperature by token: {_described([row.temperature for row in rows])}.",
         spec=over_tokens([*area, *lines({"temperature": BLUE})], "temperature", len(rows)),
         columns=columns,
         by_token=True,
@@ -76,29 +76,29 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
     known = [row.attention_entropy is not None for row in rows]
     columns: dict[str, Any] = {"token": plain(token), "share of blocks read": plain(mean)}
     colours = {"share of blocks read": GREEN}
-    words = f"Share of the cache's blocks that were read, by token: {_told(share)}."
-    caption = "Blocks of the KV cache that attention read, of those held, over all layers and KV heads."
+    words = f"Share of the cache's blocks that were read, by token: {_described(share)}."
+    caption = "Blocks of the KV cache that attention read, of all cached blocks, over all layers and KV heads."
     if any(row.kept_mass < 1 for row in rows):
         columns["attention mass kept"] = plain(binned(np.array([row.kept_mass for row in rows]), MOST_POINTS)[1])
         colours["attention mass kept"] = PURPLE
-        words += f" Attention mass kept: {_told([row.kept_mass for row in rows])}."
-        caption += " The mass kept is what the bound proves, or what was measured."
+        words += f" Attention mass kept: {_described([row.kept_mass for row in rows])}."
+        caption += " The mass kept is the proved bound, or measured."
     spec = over_tokens(lines(colours), "share", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
     if any(known):
         level = [np.nan if row.attention_entropy is None else row.attention_entropy for row in rows]
-        words += f" Entropy of attention, from 0 to 1: {_told(np.array(level)[known])}."
+        words += f" Entropy of attention, from 0 to 1: {_described(np.array(level)[known])}."
     caption += _grouped(rows)
     return Figure(title="Blocks read", caption=caption, words=words, spec=spec, columns=columns, by_token=True)
 
 
 def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
-    """What each layer and KV head read, in the mean; and each layer as the text goes on. None, if all was read."""
+    """Return the mean reads of each layer and KV head, and each layer's over time. Empty if everything was read."""
     shape = next((np.shape(row.reads) for row in rows if row.reads is not None), None)
     if shape is None or all(row.blocks_read == row.blocks_held for row in rows):
         return []
     layers, heads = shape
-    unknown = np.full(shape, np.nan)  # of tokens of a small model, whose layers are others
+    unknown = np.full(shape, np.nan)  # for tokens of a small model, which has other layers
     shares = np.array(
         [unknown if row.reads is None else np.array(row.reads) * unknown.size / row.blocks_held for row in rows]
     )
@@ -108,7 +108,7 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
     by_head = Figure(
         title="Blocks read, by layer and KV head",
         caption="The share of its blocks that each KV head of each layer read, in the mean over the tokens.",
-        words=f"Share of blocks read by {layers} layers of {heads} KV heads: {_told(mean.ravel())}; "
+        words=f"Share of blocks read by {layers} layers of {heads} KV heads: {_described(mean.ravel())}; "
         f"most by layer {np.unravel_index(mean.argmax(), mean.shape)[0]}, "
         f"least by layer {np.unravel_index(mean.argmin(), mean.shape)[0]}.",
         spec=chart(
@@ -125,7 +125,7 @@ def _heat(rows: Sequence[TokenTrace]) -> list[Figure]:
         caption="The share of its blocks that each layer read, in the mean over its KV heads"
         + (f"; a column is {size} tokens." if size > 1 else "."),
         words=f"Share of blocks read by {layers} layers over {len(rows)} tokens: "
-        f"{_told(moments[layer_of, column_of])}.",
+        f"{_described(moments[layer_of, column_of])}.",
         spec=chart(
             "rect",
             height,
@@ -148,12 +148,12 @@ def _progress(rows: Sequence[TokenTrace]) -> Figure:
     moved = np.cumsum([row.cost for row in rows]) / 1e6
     time = np.array([row.entropic_time for row in rows])
     step = -(-len(rows) // MOST_POINTS)
-    chosen = np.unique([*range(0, len(rows), step), len(rows) - 1])
+    shown_points = np.unique([*range(0, len(rows), step), len(rows) - 1])
     return Figure(
         title="Entropic time against cost",
         caption="Entropy resolved so far, in nats by the clock of the run, against the bytes that this took.",
-        words=f"{told(time[-1], ',.1f')} nats for {told(moved[-1], ',.1f')} MB moved, "
-        f"{told(ratio(float(time[-1]), float(moved[-1])), '.3g')} nats a MB.",
+        words=f"{formatted(time[-1], ',.1f')} nats for {formatted(moved[-1], ',.1f')} MB moved, "
+        f"{formatted(ratio(float(time[-1]), float(moved[-1])), '.3g')} nats a MB.",
         spec=chart(
             "line",
             x=axis("cost (MB moved)"),
@@ -161,16 +161,16 @@ def _progress(rows: Sequence[TokenTrace]) -> Figure:
             order=axis("cost (MB moved)"),
             color={"value": PURPLE},
         ),
-        columns={"cost (MB moved)": plain(moved[chosen]), "entropic time (nats)": plain(time[chosen])},
+        columns={"cost (MB moved)": plain(moved[shown_points]), "entropic time (nats)": plain(time[shown_points])},
     )
 
 
 def _drafts(rows: Sequence[TokenTrace]) -> Figure | None:
-    """How many drafted tokens held, step by step."""
+    """Return the accepted drafted tokens, step by step."""
     drafted = sum(row.drafted for row in rows)
     if not drafted:
         return None
-    accepted = [0]  # by step: the last token of each was sampled where a draft did not hold, or after all that did
+    accepted = [0]  # by step: its last token was sampled after a rejected draft, or after all accepted ones
     for row in rows[:-1]:
         if row.accepted:
             accepted[-1] += 1
@@ -191,7 +191,7 @@ def _drafts(rows: Sequence[TokenTrace]) -> Figure | None:
 
 
 def _speakers(rows: Sequence[TokenTrace]) -> Figure | None:
-    """Which of two models spoke, as stretches of tokens."""
+    """Return which of two models produced each token, as stretches of tokens."""
     if all(row.by_small is None for row in rows):
         return None
     turns: list[tuple[int, int, str]] = []
@@ -205,9 +205,9 @@ def _speakers(rows: Sequence[TokenTrace]) -> Figure | None:
     starts, ends, speakers = zip(*turns, strict=True)
     scale = {"domain": ["model", "small model"], "range": [GREEN, PURPLE]}
     return Figure(
-        title="Which model spoke",
-        caption="Which of the two models said each token.",
-        words=f"The small model said {small} of {len(rows)} tokens, in {len(turns)} turns of the two.",
+        title="Active model",
+        caption="Which of the two models produced each token.",
+        words=f"The small model produced {small} of {len(rows)} tokens, in {len(turns)} turns of the two.",
         spec=chart(
             "rect",
             70,
@@ -235,7 +235,7 @@ def _guards(rows: Sequence[TokenTrace]) -> Figure | None:
     line = {"mark": "line", "encoding": {"y": {"field": "share of tokens flagged"}, "color": colour}}
     spec = over_tokens([line], "share of tokens so far", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
-    last = {name: f"{told(100 * rate, '.0f')}%" for name, rate in rows[-1].guard_rates.items()}
+    last = {name: f"{formatted(100 * rate, '.0f')}%" for name, rate in rows[-1].guard_rates.items()}
     return Figure(
         title="Guards",
         caption="The share of the tokens so far that each guard flagged.",
@@ -251,8 +251,8 @@ def _grouped(rows: Sequence[TokenTrace]) -> str:
     return "" if size == 1 else f" A point is the mean of {size} tokens, a band goes from the least to the greatest."
 
 
-def _told(values: Sequence[float] | np.ndarray) -> str:
-    """Return least, median and greatest of those that are known, in words."""
+def _described(values: Sequence[float] | np.ndarray) -> str:
+    """Return the least, median and greatest known value, in words."""
     there = known(values)
     if not there:
         return "unknown"

@@ -1,4 +1,4 @@
-"""A stream in a notebook: the text as it comes, each token on the colour of its entropy."""
+"""A stream in a notebook: text as it is produced, each token on the colour of its entropy."""
 
 import contextlib
 from collections.abc import Generator, Iterator
@@ -10,18 +10,18 @@ from et_jax.serve.completions import Completion, TokenEvent, TokenTrace, checked
 
 
 class Shown(list[Completion]):
-    """Completions that were shown as they came: a cell that ends in them shows them no second time."""
+    """Completions that were shown already: as the value of a cell they are not displayed again."""
 
     def _ipython_display_(self) -> None:
         pass
 
 
 def show(events: Iterator[TokenEvent]) -> Shown:
-    """Show the events of `Model.stream` in the output of this cell as they come, and return the completions in order.
+    """Show the events of `Model.stream` in the output of this cell as they arrive, and return the completions in order.
 
-    An interrupt of the kernel closes the stream, leaves the text up to there and goes on up to the caller.
+    An interrupt of the kernel closes the stream, leaves the text so far and propagates.
 
-    Raises UsageError outside a notebook, and for anything but a stream of what a run measures.
+    Raises UsageError outside a notebook, and for anything but a stream of a model.
     """
     if not in_notebook():
         raise UsageError(
@@ -47,7 +47,7 @@ def show(events: Iterator[TokenEvent]) -> Shown:
 
 
 class _Page:
-    """What is there so far of every continuation, by prompt and index; `said` stands at the end."""
+    """The text so far of every continuation, by prompt and index; `said` is shown at the end."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, int], list[TokenTrace]] = {}
@@ -63,7 +63,7 @@ class _Page:
             self.ended[key] = event.completion
 
     def drawn(self) -> tuple[str, str]:
-        """Everything as HTML, and as text."""
+        """Return everything as HTML, and as text."""
         pieces, texts = [], []
         for key in sorted(self.rows):
             done, name = self.ended.get(key), f"prompt {key[0] + 1}, continuation {key[1] + 1}"
@@ -74,6 +74,6 @@ class _Page:
                 texts.append("".join(row.text for row in rows))
             else:
                 pieces.append(done.drawn())
-                texts.append(html.whole(done.prompt + done.text))
+                texts.append(html.valid_text(done.prompt + done.text))
         said = [self.said] if self.said else []
         return html.boxed(*pieces, *map(html.paragraph, said)), "\n\n".join(texts + said)

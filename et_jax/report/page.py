@@ -1,6 +1,6 @@
-"""A report as one self-contained page: texts coloured by entropy over figures of what control did.
+"""A report as one self-contained page: texts coloured by entropy, with figures of the control.
 
-The page holds all it needs, Vega-Lite among it, and its policy lets it fetch nothing.
+The page includes everything, Vega-Lite too, and its content policy forbids all requests.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from typing import Any
 from et_jax.errors import UsageError
 from et_jax.io import html, values
 from et_jax.io.files import check_writable, replace_file
-from et_jax.io.known import known_or_none, told
+from et_jax.io.known import formatted, known_or_none
 from et_jax.report.drawing import Figure
 from et_jax.report.figures import of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
-from et_jax.serve.loading.min_context import told as told_least
+from et_jax.serve.loading.min_context import told as described_least
 from et_jax.serve.totals import Totals
 
-_LARGEST_EXP = 700.0  # of which the exponential is a float
+_LARGEST_EXP = 700.0  # the largest argument whose exponential is a float
 _PROMPT = 20_000  # characters of a prompt that are shown: its beginning and its end
 
 Decode = Callable[[Sequence[int]], str]
-"""The text of ids, as a tokenizer's `decode` gives it."""
+"""Returns the text of ids, like a tokenizer's `decode`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class TextTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
-    """A part of a report: figures told in `facts`, a text where there is a `completion`, and drawings.
+    """A part of a report: `facts` with figures, a text if there is a `completion`, and drawings.
 
     `plain` is a text without measured tokens.
     """
@@ -56,13 +56,13 @@ class Section:
 
 
 def check_library() -> None:
-    """Raise UsageError where what draws the charts is not installed."""
+    """Raise UsageError if the library that draws the charts is not installed."""
     if importlib.util.find_spec("vl_convert") is None:
         raise UsageError("A report needs vl-convert-python; install it with: pip install 'et_jax[report]'.")
 
 
 def check_place(path: str) -> None:
-    """Find out before any work is done that a page can be made, and kept at `path`. Raises UsageError."""
+    """Check before any work that a page can be made, and written to `path`. Raises UsageError."""
     check_library()
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"A report is a page; {path} should end in .html.")
@@ -78,9 +78,9 @@ def write_report(
 ) -> None:
     """Write a page on `completions`, those of one prompt or of several, to `path`; see `docs/serving.md`.
 
-    `facts` are told at its top by their names, such as the model and the control. `decode` gives the text of
-    alternatives, as `model.tokenizer.decode` does; without it they are told by their ids. Raises UsageError where there
-    is no token to tell of, for figures that no run has, where the file cannot be written, and where the library that
+    `facts` are listed at its top by their names, such as the model and the control. `decode` returns the text of
+    alternatives, like `model.tokenizer.decode`; without it they are shown by their ids. Raises UsageError without
+    tokens, for invalid figures, if the file cannot be written, and if the library that
     draws charts is not installed.
     """
     if not isinstance(completions, Completion | Iterable):
@@ -111,7 +111,7 @@ def sections_of(completions: Sequence[Completion]) -> list[Section]:
 def write_page(
     title: str, facts: Mapping[str, str], sections: Sequence[Section], path: Path, decode: Decode | None
 ) -> None:
-    """Write a page of sections. Raises UsageError where the file cannot be written, or the library is missing."""
+    """Write a page of sections. Raises UsageError if the file cannot be written, or the library is missing."""
     check_library()
     import jinja2
     import vl_convert
@@ -142,11 +142,11 @@ def write_page(
         vega=Markup(vl_convert.javascript_bundle(snippet=None).replace("</script", "<\\/script")),
         script=Markup((folder / "page.js").read_text()),
     )
-    replace_file(path, html.whole(page))
+    replace_file(path, html.valid_text(page))
 
 
 def _shown(section: Section) -> dict[str, Any]:
-    """What the template reads of a section, its figures apart."""
+    """Return the template's fields of a section, without its figures."""
     from markupsafe import Markup
 
     shown: dict[str, Any] = {
@@ -182,7 +182,7 @@ def _span(row: TokenTrace, top: float) -> str:
 
 
 def _shades() -> str:
-    """The rules of the colours that tell entropy."""
+    """Return the rules of the colours of entropy."""
     light, dark = (
         ";".join(f"--e{i}:{colour}" for i, colour in enumerate(steps)) for steps in (html.LIGHT_STEPS, html.DARK_STEPS)
     )
@@ -195,17 +195,17 @@ def facts_of(completion: Completion) -> dict[str, str]:
     rows = completion.trace
     facts = {"tokens": f"{len(rows)} ({completion.finish_reason})", "prompt": f"{completion.prompt_tokens} tokens"}
     if completion.min_context is not None:
-        facts["blocks chosen"] = told_least(completion.min_context)
+        facts["blocks chosen"] = described_least(completion.min_context)
     if not rows:
         return facts
     totals = Totals.of([completion])
     facts |= {
-        "mean entropy": f"{told(totals.entropy, '.3g')} nats a token",
-        "perplexity": told(_perplexity(totals.surprisal), ".3g"),
-        "entropic time": f"{told(totals.entropic_time, ',.1f')} nats",
-        "cost": f"{told(totals.cost / 1e6, ',.1f')} MB moved, {told(totals.flops / 1e9, ',.2f')} GFLOP",
-        "efficiency": f"{told(totals.efficiency * 1e6, '.3g')} nats a MB",
-        "temperature": " to ".join(told(one, ".3g") for one in sorted({*(totals.temperatures or (math.nan,))})),
+        "mean entropy": f"{formatted(totals.entropy, '.3g')} nats a token",
+        "perplexity": formatted(_perplexity(totals.surprisal), ".3g"),
+        "entropic time": f"{formatted(totals.entropic_time, ',.1f')} nats",
+        "cost": f"{formatted(totals.cost / 1e6, ',.1f')} MB moved, {formatted(totals.flops / 1e9, ',.2f')} GFLOP",
+        "efficiency": f"{formatted(totals.efficiency * 1e6, '.3g')} nats a MB",
+        "temperature": " to ".join(formatted(one, ".3g") for one in sorted({*(totals.temperatures or (math.nan,))})),
         "blocks read": f"{totals.share_read:.1%}",
     }
     if math.isfinite(totals.share_bytes):
@@ -215,13 +215,13 @@ def facts_of(completion: Completion) -> dict[str, str]:
     if totals.prompt_blocks_held:
         facts["prompt read"] = f"{totals.prompt_share_read:.1%} of blocks"
     if totals.tokens_left_out:
-        facts["cache"] = f"{totals.tokens_cached} tokens held, {totals.tokens_left_out} left out"
+        facts["cache"] = f"{totals.tokens_cached} tokens cached, {totals.tokens_left_out} left out"
     if totals.drafted:
         facts["drafts"] = f"{totals.accepted} of {totals.drafted} accepted"
     if totals.by_turns:
         facts["by the small model"] = f"{totals.by_small} of {totals.tokens} tokens"
     for name, rate in totals.guard_rates.items():
-        facts[f"guard: {name.replace('_', ' ')}"] = f"{told(100 * rate, '.0f')}% of tokens"
+        facts[f"guard: {name.replace('_', ' ')}"] = f"{formatted(100 * rate, '.0f')}% of tokens"
     return facts
 
 
@@ -230,7 +230,7 @@ def _perplexity(surprisal: float) -> float:
 
 
 def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]:
-    """What the page tells of the token that is looked at, by columns; `top` has pairs of word and probability."""
+    """Return the page's data on each token, by columns; `top` has pairs of token text and probability."""
     columns: dict[str, list[Any]] = {
         "entropy (nats)": [_figure(row.entropy) for row in rows],
         "surprisal (nats)": [_figure(row.surprisal) for row in rows],
@@ -268,6 +268,6 @@ def _share(value: float) -> float:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that may stand in a page: no text of it can end the element that it stands in."""
+    """Return JSON that is safe in a page: no text of it can close its element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,4 +1,4 @@
-"""A completion as a picture: the text, coloured by its entropy, over what the control did for each token."""
+"""A completion as a picture: the text, coloured by its entropy, above the control's figures of each token."""
 
 import importlib.util
 import math
@@ -14,11 +14,11 @@ from et_jax.io.known import known
 from et_jax.serve.completions import Completion, checked_completion
 
 _TEXT_LINES = 24  # the most lines of text above the curves
-_LINE_WIDTH = 118  # characters of a line
+_LINE_WIDTH = 118  # characters per line
 
 
 def check_picture(path: str) -> None:
-    """Find out before any work is done that the picture of --plot can be drawn, and kept at `path`.
+    """Check before any work that the picture of --plot can be drawn, and written to `path`.
 
     Raises UsageError.
     """
@@ -30,13 +30,13 @@ def check_picture(path: str) -> None:
 
 
 def plot_trace(completion: Completion, path: Path) -> None:
-    """Draw `completion` to `path`; the format follows the suffix. Raises UsageError where it cannot be written.
+    """Draw `completion` to `path`; the format follows the suffix. Raises UsageError if it cannot be written.
 
     From the top: the text, each token on a shade of its entropy; entropy and surprisal (nats) with
     temperature; the share of blocks read, with the mean and the least attention entropy of the query heads
-    where blocks were chosen; entropic time (nats) against cost (MB moved). What is not known leaves a gap.
+    if blocks were selected; entropic time (nats) against cost (MB moved). Unknown values leave a gap.
 
-    Raises UsageError for a completion that no run returns, see `checked_completion`.
+    Raises UsageError for an invalid completion, see `checked_completion`.
     """
     completion = checked_completion(completion)
     import matplotlib
@@ -76,11 +76,13 @@ def plot_trace(completion: Completion, path: Path) -> None:
 
     share = [row.blocks_read / row.blocks_held for row in rows]
     axes[2].fill_between(token, share, color="tab:green", alpha=0.4, step="mid")
-    chosen = [(i, row) for i, row in zip(token, rows, strict=True) if row.attention_entropy is not None]
-    if chosen:
-        places = [i for i, _ in chosen]
-        axes[2].plot(places, [row.attention_entropy for _, row in chosen], color="tab:brown", label="attention entropy")
-        least = [row.least_attention_entropy for _, row in chosen]
+    measured = [(i, row) for i, row in zip(token, rows, strict=True) if row.attention_entropy is not None]
+    if measured:
+        places = [i for i, _ in measured]
+        axes[2].plot(
+            places, [row.attention_entropy for _, row in measured], color="tab:brown", label="attention entropy"
+        )
+        least = [row.least_attention_entropy for _, row in measured]
         axes[2].plot(places, least, ":", color="tab:brown", label="the least of a head")
         axes[2].legend(loc="lower right", ncols=2, frameon=False)
     axes[2].set(ylabel="share of\nblocks read", xlabel="token", xlim=(0.5, max(len(rows), 1) + 0.5), ylim=(0, 1.05))
@@ -91,7 +93,7 @@ def plot_trace(completion: Completion, path: Path) -> None:
     for axis in axes[1:]:
         axis.grid(alpha=0.25)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box stands for it
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a box replaces it
         replace_picture(path, figure, dpi=110)
     plt.close(figure)
 
@@ -115,5 +117,5 @@ def _layout(texts: Sequence[str]) -> list[tuple[int, int, str, int]]:
 
 
 def _shown(letter: str) -> str:
-    """Return what stands for a letter: control characters have no shape, and no place in an SVG."""
+    """Return the shown form of a character: control characters are invisible, and invalid in an SVG."""
     return letter if letter.isprintable() else " " if letter.isspace() else "\N{REPLACEMENT CHARACTER}"

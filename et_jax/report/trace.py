@@ -1,7 +1,7 @@
-"""A run of one prompt as a file of JSON lines, and read back: its completions as they were served.
+"""A run of one prompt as a file of JSON lines, and its reader, which returns the original completions.
 
-The first line is a header, `{"trace": VERSION}` with the fields of `About`. Then comes a line per token as they are
-sampled, `index` with the fields of `TokenTrace`, and at the end of every continuation `{"index": ..., "end": {...}}`
+The first line is a header, `{"trace": VERSION}` with the fields of `About`. A line per token follows, in the order of
+sampling, `index` with the fields of `TokenTrace`, and at the end of every continuation `{"index": ..., "end": {...}}`
 with the fields of `End`.
 """
 
@@ -22,12 +22,12 @@ from et_jax.serve.requests import MAX_N
 
 VERSION = 1
 _MOST_BYTES = 2**27  # of a line: the longest prompt of the command line with its escapes
-_ANEW = "write it anew with --trace"
+_AGAIN = "write it again with --trace"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What a trace is of: `n` continuations of a prompt of `prompt_tokens` tokens, by a model under a control.
+    """The subject of a trace: `n` continuations of a prompt of `prompt_tokens` tokens, by a model under a control.
 
     `min_context` is that of its completions.
     """
@@ -52,7 +52,7 @@ class End:
 
 
 class TraceWriter:
-    """Writes the trace of a run as it comes; where that fails, the run goes on and `check` tells."""
+    """Writes the trace of a run during the run; if that fails, the run continues and `check` raises the error."""
 
     def __init__(self, stream: Stream, about: About) -> None:
         self._stream = stream
@@ -66,7 +66,7 @@ class TraceWriter:
             self._row(event.index, event.trace)
         if (done := event.completion) is None:
             return
-        for row in done.trace[self._written[event.index] :]:  # one that failed before its token was handed on
+        for row in done.trace[self._written[event.index] :]:  # tokens that an error left without an event
             self._row(event.index, row)
         end = End(
             finish_reason=done.finish_reason,
@@ -78,7 +78,7 @@ class TraceWriter:
         self._write({"index": event.index, "end": dataclasses.asdict(end)})
 
     def check(self) -> None:
-        """Raise the OSError that the trace ended with, if it did."""
+        """Raise the OSError that ended the trace, if there was one."""
         if self._fault is not None:
             raise self._fault
 
@@ -97,30 +97,30 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> tuple[About, list[Completion]]:
-    """Return what a trace is of and its `n` completions, equal to those served; without an end one is an "abort".
+    """Return a trace's header and its `n` completions, equal to the original ones; one without an end is an "abort".
 
-    A last line that was cut off is left out. Raises UsageError, one sentence, for a file that is no trace of this
+    A torn last line is ignored. Raises UsageError, one sentence, for a file that is not a trace of this
     version or is damaged.
     """
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
-        raise UsageError(f"{path} is empty or holds no whole line; {_ANEW}.")
+        raise UsageError(f"{path} is empty or holds no complete line; {_AGAIN}.")
     about = _about(path, first[1])
     rows: list[list[TokenTrace]] = [[] for _ in range(about.n)]
     ends: list[End | None] = [None] * about.n
     for number, values in lines:
         source, index = f"{path}, line {number}", values.get("index")
         if type(index) is not int or not 0 <= index < about.n:
-            raise UsageError(f"{source}: the field index is no number below n = {about.n}; {_ANEW}.")
+            raise UsageError(f"{source}: the field index is no number below n = {about.n}; {_AGAIN}.")
         if ends[index] is not None:
-            raise UsageError(f"{source} comes after the end of continuation {index}; {_ANEW}.")
+            raise UsageError(f"{source} comes after the end of continuation {index}; {_AGAIN}.")
         if "end" not in values:
-            rows[index].append(checked(values, TokenTrace, source, _ANEW))
+            rows[index].append(checked(values, TokenTrace, source, _AGAIN))
         elif isinstance(end := values["end"], dict):
-            ends[index] = checked(end, End, source, _ANEW)
+            ends[index] = checked(end, End, source, _AGAIN)
         else:
-            raise UsageError(f"{source}: the field end is no JSON object; {_ANEW}.")
+            raise UsageError(f"{source}: the field end is no JSON object; {_AGAIN}.")
     pairs = zip(rows, ends, strict=True)
     return about, [_completion(about, index, own, end) for index, (own, end) in enumerate(pairs)]
 
@@ -128,12 +128,12 @@ def read_trace(path: Path) -> tuple[About, list[Completion]]:
 def _about(path: Path, header: dict[str, Any]) -> About:
     version = header.get("trace")
     if version is None:
-        raise UsageError(f"{path} has no header, as traces of an older et_jax have none; {_ANEW}.")
+        raise UsageError(f"{path} has no header, as traces of an older et_jax have none; {_AGAIN}.")
     if type(version) is not int:
-        raise UsageError(f"{path}, line 1: the field trace is no version; {_ANEW}.")
+        raise UsageError(f"{path}, line 1: the field trace is no version; {_AGAIN}.")
     if version != VERSION:
-        raise UsageError(f"{path} is a trace of version {version}; this et_jax reads version {VERSION}: {_ANEW}.")
-    return checked(header, About, f"{path}, line 1", _ANEW)
+        raise UsageError(f"{path} is a trace of version {version}; this et_jax reads version {VERSION}: {_AGAIN}.")
+    return checked(header, About, f"{path}, line 1", _AGAIN)
 
 
 def _completion(about: About, index: int, rows: list[TokenTrace], end: End | None) -> Completion:
@@ -155,7 +155,7 @@ def _completion(about: About, index: int, rows: list[TokenTrace], end: End | Non
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield every line by its number; a last one that has no end and is no JSON was cut off, and is left out."""
+    """Yield every line by its number; a torn last one, without a newline and invalid JSON, is ignored."""
     try:
         if not path.exists():
             raise UsageError(f"{path} is not there; name a file that --trace has written.")
@@ -172,11 +172,11 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _values(source: str, line: bytes) -> dict[str, Any] | None:
-    """The object on a line; None where the line was cut off. Raises UsageError for anything else."""
+    """Return the object on a line; None for a torn line. Raises UsageError for anything else."""
 
     def finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
-            raise UsageError(f"{source} holds {text}, which is no finite number; {_ANEW}.")
+            raise UsageError(f"{source} holds {text}, which is no finite number; {_AGAIN}.")
         return number
 
     try:
@@ -186,11 +186,11 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
     except UsageError:
         raise
     except UnicodeEncodeError as error:
-        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_ANEW}.") from error
+        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_AGAIN}.") from error
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None
-        raise UsageError(f"{source} is damaged: it is no JSON; {_ANEW}.") from error
+        raise UsageError(f"{source} is damaged: it is no JSON; {_AGAIN}.") from error
     if not isinstance(values, dict):
-        raise UsageError(f"{source} is damaged: it is no JSON object; {_ANEW}.")
+        raise UsageError(f"{source} is damaged: it is no JSON object; {_AGAIN}.")
     return values

@@ -9,7 +9,7 @@ import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
-from et_jax.io.known import known_or_none, ratio, told
+from et_jax.io.known import formatted, known_or_none, ratio
 from et_jax.io.schema import checked
 from et_jax.serve.totals import Totals
 
@@ -221,7 +221,7 @@ def checked_completion(completion: Any) -> Completion:
     counts = [found.prompt_tokens, found.index, found.tokens_left_out, found.min_context or 0, *found.token_ids]
     counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
     if not all(0 <= count <= _MOST_COUNT for count in counts):
-        raise UsageError("A completion has figures that no run has; write its trace anew with --trace.")
+        raise UsageError("A completion has figures that no run has; write its trace again with --trace.")
     return dataclasses.replace(found, trace=checked_rows(own["trace"]))
 
 
@@ -233,10 +233,10 @@ def checked_rows(rows: Sequence[Any]) -> tuple[TokenTrace, ...]:
             raise UsageError(f"Token {number} of a trace is {values.shown(row)}; {_GIVE}.")
         found.append(checked(_plain(vars(row)), TokenTrace, f"token {number}", _GIVE))
         if not _possible(found[-1]):
-            raise UsageError(f"Token {number} has figures that no run has; write its trace anew with --trace.")
+            raise UsageError(f"Token {number} has figures that no run has; write its trace again with --trace.")
     shapes = {tuple(map(len, row.reads)) for row in found if row.reads is not None}
     if len(shapes) > 1 or not all(shape and min(shape) == max(shape) > 0 for shape in shapes):
-        raise UsageError("The reads of the tokens are figures that no run has; write its trace anew with --trace.")
+        raise UsageError("The reads of the tokens are figures that no run has; write its trace again with --trace.")
     return tuple(found)
 
 
@@ -247,7 +247,7 @@ def _plain(own: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             return {fit(name): fit(one) for name, one in value.items()}
         if isinstance(value, str):
-            return html.whole(value)
+            return html.valid_text(value)
         return math.nan if isinstance(value, float) and not math.isfinite(value) else value
 
     try:
@@ -281,9 +281,9 @@ def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
 def _title(row: TokenTrace) -> str:
     """The figures of a token, a line each."""
     said = [
-        f"entropy {told(row.entropy, '.3f')} nats",
-        f"surprisal {told(row.surprisal, '.3f')} nats",
-        f"temperature {told(row.temperature, '.3g')}",
+        f"entropy {formatted(row.entropy, '.3f')} nats",
+        f"surprisal {formatted(row.surprisal, '.3f')} nats",
+        f"temperature {formatted(row.temperature, '.3g')}",
         *([f"read {row.blocks_read} of {row.blocks_held} blocks"] if row.blocks_read < row.blocks_held else []),
         *(["a draft, accepted"] if row.accepted else []),
         *(["by the small model"] if row.by_small else []),
@@ -295,4 +295,4 @@ def _title(row: TokenTrace) -> str:
 def _ended(completion: Completion) -> str:
     """How many tokens there are, why they end, and their figures."""
     begun = f"{len(completion.trace)} tokens ({completion.finish_reason})"
-    return f"{begun}; {Totals.of([completion]).told()}" if completion.trace else begun
+    return f"{begun}; {Totals.of([completion]).described()}" if completion.trace else begun

@@ -102,7 +102,7 @@ class EngineConfig:
             "calibration": _choice("calibration", self.calibration, CALIBRATIONS),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
             "tell_reads": values.boolean("tell_reads", self.tell_reads),
-            "preempt_every": values.whole("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
+            "preempt_every": values.integer("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
             "control": self.control if isinstance(self.control, str) else controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),
         }
@@ -135,7 +135,7 @@ class EngineConfig:
             if not 0 <= share <= 1:
                 raise UsageError(f"expert_share is {share:g}; it must be a share of the gate's probability, 0 to 1.")
         if self.draft_tokens is not None:
-            checked["draft_tokens"] = values.whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
+            checked["draft_tokens"] = values.integer("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED)
         if self.draft_share is not None:
             checked["draft_share"] = values.number("draft_share", self.draft_share)
             if not 0.0 < checked["draft_share"] <= 1.0:
@@ -301,8 +301,8 @@ def controller(control: Control, platform: str | None = None) -> Controller:
 
 def _count(name: str, value: Any) -> int:
     """A size of at least 1, of which a machine could hold so many."""
-    counted = values.whole(name, value, 1)
-    return values.whole(name, counted, 1, _MOST, f"at most {_MOST}")
+    counted = values.integer(name, value, 1)
+    return values.integer(name, counted, 1, _MOST, f"at most {_MOST}")
 
 
 def _choice(name: str, value: Any, choices: Collection[str | None]) -> str:

@@ -48,7 +48,7 @@ class Device:
         self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
         # What decodes whatever there is, and what serves the sequences of the decoder's own controller.
         [platform] = {device.platform for device in jax.tree.leaves(weights)[0].devices()}
-        whole = self.config.whole
+        whole = self.config.full_variant
         self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
         self._few = {one: FewRows(decoder, one, platform) for one in {self._whole, self._usual}}
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from et_jax.control.budget import PromptNotes
+from et_jax.control.budget import PromptRecord
 from et_jax.control.switch import MODEL, SMALL
 from et_jax.decode import cost
 from et_jax.decode.output import StepOutput
@@ -114,7 +114,7 @@ class Burst:
         output, signals = self._output, self._output.signals
         by_small = self._by_small[place][slot]
         model = self._costs[by_small or MODEL]
-        blocks_read, held = signals.blocks_read[place][slot], signals.pages_held[place][slot] * model.heads
+        blocks_read, held = signals.blocks_read[place][slot], signals.allocated_pages[place][slot] * model.heads
         moved = cost.cached_bytes(model, blocks_read, signals.summaries_read[place][slot])
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
@@ -158,7 +158,7 @@ def _known(signal: float) -> float | None:
     return None if math.isnan(signal) else signal
 
 
-def prompt_read(notes: PromptNotes, slot: int) -> PromptRead:
+def prompt_read(notes: PromptRecord, slot: int) -> PromptRead:
     """Return what was read of the prompt in a slot, of numpy arrays with a row for each slot."""
     probes = 0.0 if notes.num_probes is None else float(notes.num_probes[slot])
     return PromptRead(

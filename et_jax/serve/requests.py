@@ -94,7 +94,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         values.fill_unset(self)
         for name, (least, most, wanted) in _COUNTS.items():
-            object.__setattr__(self, name, values.whole(name, getattr(self, name), least, most, wanted))
+            object.__setattr__(self, name, values.integer(name, getattr(self, name), least, most, wanted))
         for name, (fine, wanted) in _NUMBERS.items():
             value = values.number(name, getattr(self, name))
             if not fine(value):
@@ -206,7 +206,7 @@ class GenerationRequest:
                 raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
             object.__setattr__(self, "deadline", deadline)
         if self.draft_tokens is not None:
-            whole = values.whole("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
+            whole = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
             object.__setattr__(self, "draft_tokens", whole)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from et_jax.io.known import Figure, known, known_or_none, mean, ratio, told
+from et_jax.io.known import Figure, formatted, known, known_or_none, mean, ratio
 
 
 @runtime_checkable
@@ -185,15 +185,16 @@ class Totals:
             "small_share": known_or_none(self.small_share),
         }
 
-    def told(self) -> str:
+    def described(self) -> str:
         """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
         said = [
-            f"entropic time {told(self.entropic_time, '.1f')} nats, cost {told(self.cost / 1e6, '.1f')} MB moved and "
-            f"{told(self.flops / 1e9, '.2f')} GFLOP, {told(self.efficiency * 1e6, '.3g')} nats/MB"
+            f"entropic time {formatted(self.entropic_time, '.1f')} nats, "
+            f"cost {formatted(self.cost / 1e6, '.1f')} MB moved and {formatted(self.flops / 1e9, '.2f')} GFLOP, "
+            f"{formatted(self.efficiency * 1e6, '.3g')} nats/MB"
         ]
         if self.blocks_read < self.blocks_held:
             share = f", {100 * self.share_bytes:.0f}% of bytes" if math.isfinite(self.share_bytes) else ""
-            kept = told(self.least_mass_kept, ".3f")
+            kept = formatted(self.least_mass_kept, ".3f")
             said.append(f"read {100 * self.share_read:.0f}% of blocks{share}, kept at least {kept}")
         if self.prompt_blocks_held:
             said.append(f"{100 * self.prompt_share_read:.0f}% of blocks read of the prompt")
@@ -207,5 +208,5 @@ class Totals:
             (self.audited, f"{self.agreed} of {self.audited} words of one were likeliest to the other"),
         )
         said += [sentence for count, sentence in counted if count]
-        said += [f"{name} {told(100 * worst, '.0f')}% of tokens" for name, worst in self.guard_rates.items()]
+        said += [f"{name} {formatted(100 * worst, '.0f')}% of tokens" for name, worst in self.guard_rates.items()]
         return "; ".join(said)

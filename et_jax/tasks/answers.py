@@ -1,4 +1,4 @@
-"""What a model made of questions: answers, the shares of what it read for them, and how they are shown."""
+"""A model's answers to questions, the shares of the cache that it read for them, and their presentation."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ _SHARES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model made of an example.
+    """A model's answer to an example.
 
-    `length` is of tokens asked for, or of a file's longest example. `share_read` is of the blocks held, over the tokens
-    of the answer, `share_bytes` of their bytes, with those that were looked at to choose. Of the prompt
-    `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens `share_held` were in the
-    cache at the end. Of two models that take turns the large one said `share_by_model` of the answer, and
-    `share_agreed` of one's words were the likeliest to the other. These are None where they were not measured, or are
-    no matter.
+    `length` is the requested number of tokens, or that of a file's longest example. `share_read` is the share of the
+    cached blocks read, over the tokens of the answer, `share_bytes` that of their bytes, with the scored summaries.
+    Of the prompt `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens
+    `share_held` were in the cache at the end. Of two models in turns the large one produced `share_by_model` of the
+    answer, and `share_agreed` of one's tokens were the likeliest to the other. These are None if they were not
+    measured, or do not apply.
     """
 
     example: Example
@@ -69,7 +69,7 @@ class Answers(list[Answer]):
 def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Return a row per task, length and depth (to a twentieth): examples, accuracy, and the shares of `Answer`.
 
-    Those are means over the answers that have them.
+    The shares are means over the answers that have them.
     """
     cells: dict[tuple[str, int, float], list[Answer]] = {}
     for answer in answers:
@@ -97,9 +97,9 @@ def table(answers: Sequence[Answer]) -> str:
         here = sorted((row for row in rows if (row["task"], row["length"]) == (task, length)), key=lambda r: r["depth"])
         total = sum(row["examples"] for row in here)
         found = sum(row["accuracy"] * row["examples"] for row in here)
-        told = "".join(_percent(_mean([getattr(one, name) for one in _of(answers, task, length)])) for name in shares)
+        shown = "".join(_percent(_mean([getattr(one, name) for one in _of(answers, task, length)])) for name in shares)
         by_depth = "  ".join(f"{row['depth']:.2f}: {row['accuracy']:.2f}" for row in here)
-        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{told}  {by_depth}")
+        lines.append(f"{task:<20}{length:>7}{f'{found:.0f}/{total}':>10}{found / total:>10.3f}{shown}  {by_depth}")
     return "\n".join(lines)
 
 
@@ -119,7 +119,7 @@ def _percent(share: float | None) -> str:
 def plot(answers: Sequence[Answer], path: Path) -> None:
     """Draw a heat map of accuracy by length and depth for every task; the format follows the suffix.
 
-    Raises UsageError where it cannot be written.
+    Raises UsageError if it cannot be written.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""Asking a model: examples on a grid of lengths and depths, and its greedy answers."""
+"""Runs a model on tasks: examples on a grid of lengths and depths, and its greedy answers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from et_jax.serve.engine import Model
 
 _INSTRUCTION = "Read this text and finish its last sentence."
-_MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in a model's own words
+_MAX_TOKENS = {"contains": 64, "number": 320}  # of an answer in free form
 
 
 def evaluate(
@@ -27,19 +27,19 @@ def evaluate(
 ) -> Answers:
     """Return the greedy answers of a model to examples, each with the length it is reported under.
 
-    `control` stands in for the model's own, as in `Model.generate`, but that a preset by name chooses blocks at every
-    length: what is measured is what it reads. With `chat` the model's chat template asks: the text is the user's
-    message, and the answer begins with the question. Raises UsageError where the model has no template.
+    `control` replaces the model's own, as in `Model.generate`, except that a named preset selects blocks at every
+    length, so that its reads are measured. With `chat` the model's chat template is used: the text is the user's
+    message, and the answer begins with the question. Raises UsageError if the model has no template.
     """
     control = preset(control) if isinstance(control, str) else control
     answers: dict[int, Answer] = {}
     count = counter(model)
     limits = [_MAX_TOKENS.get(given.match) or count(given.answer) + 1 for _, given in asked]
     for limit in sorted(set(limits)):
-        chosen = [i for i, wanted in enumerate(limits) if wanted == limit]
-        prompts = [_chat(model.tokenizer, asked[i][1]) if chat else asked[i][1].prompt for i in chosen]
+        selected = [i for i, wanted in enumerate(limits) if wanted == limit]
+        prompts = [_chat(model.tokenizer, asked[i][1]) if chat else asked[i][1].prompt for i in selected]
         completions = model.generate(prompts, max_tokens=limit, temperature=0.0, control=control)
-        for i, completion in zip(chosen, completions, strict=True):
+        for i, completion in zip(selected, completions, strict=True):
             length, given = asked[i]
             answers[i] = Answer(
                 example=given,
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _chat(tokenizer: Tokenizer, asked: Example) -> list[int]:
-    """The ids of an example as a chat."""
+    """Return the ids of an example as a chat."""
     text = asked.prompt.removesuffix(asked.question).strip()
     message = f"{_INSTRUCTION}\n\n{text}" if asked.question else text
     ids = tokenizer.chat([{"role": "user", "content": message}])
@@ -60,7 +60,7 @@ def _chat(tokenizer: Tokenizer, asked: Example) -> list[int]:
 
 
 def chat_tokens(tokenizer: Tokenizer) -> int:
-    """Return the tokens that a chat adds to a text, at most. Raises UsageError where there is no template."""
+    """Return the most tokens that a chat adds to a text. Raises UsageError without a template."""
     return len(tokenizer.chat([{"role": "user", "content": f"{_INSTRUCTION}\n\n"}])) + 1
 
 
@@ -74,7 +74,7 @@ def evaluate_each(
 
 
 def _shares(completion: "Completion") -> dict[str, float | None]:
-    """The shares of an answer."""
+    """Return the shares of an answer."""
     totals = Totals.of([completion])
     shares = {
         "share_read": totals.share_read if totals.blocks_held else 0.0,
@@ -89,7 +89,7 @@ def _shares(completion: "Completion") -> dict[str, float | None]:
 
 
 def counter(model: "Model") -> CountTokens:
-    """Return the function that counts the tokens of a text, without what the tokenizer puts before one."""
+    """Return the function that counts the tokens of a text, without those that the tokenizer puts before one."""
     opening = len(model.tokenizer.encode(""))
     return lambda text: len(model.tokenizer.encode(text)) - opening
 
@@ -108,7 +108,7 @@ def grid(
 ) -> list[tuple[int, Example]]:
     """Return `samples` examples of the test split for every task, length and depth, with the length.
 
-    An example leaves `taken` of the tokens of its length to others, such as those of a chat template.
+    An example leaves `taken` of its length for other tokens, such as those of a chat template.
     """
     made = functools.partial(example, count=count, haystack=haystack, num_pairs=pairs)
     return [

@@ -1,6 +1,6 @@
-"""What a task is: a text with the answer hidden in it, a question, and how to lay the text out.
+"""The definition of a task: a text with a hidden answer, a question, and the layout of the text.
 
-Every piece of text but the first begins with a space, so that the tokens of the whole are those of its pieces.
+Every piece of text but the first begins with a space, so that the tokens of the full text are those of its pieces.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from et_jax.errors import UsageError
 from et_jax.tasks.words import VERBS, Split, Vocabulary, vocabulary
 
 CountTokens = Callable[[str], int]
-"""The number of tokens of a text, without what a tokenizer puts before one."""
+"""The number of tokens of a text, without those that a tokenizer puts before one."""
 
 Match = Literal["start", "contains", "number"]
 
@@ -23,7 +23,7 @@ _SPLITS: tuple[Split, ...] = ("train", "test")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A question and its answer; `depth` is where in the context the answer sits, 0 the first token, 1 the last."""
+    """A question and its answer; `depth` is the answer's place in the context, 0 the first token, 1 the last."""
 
     question: str
     answer: str
@@ -32,9 +32,9 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A context and the questions asked behind it, each answered before the next.
+    """A context and the questions that follow it, each answered before the next.
 
-    `items` are the keys and passages that no document of the other split may hold.
+    `items` are the keys and passages that no document of the other split may contain.
     """
 
     task: str
@@ -45,10 +45,10 @@ class Document:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Example:
-    """A prompt and the answer that its greedy continuation should give; see `right` for how they are matched.
+    """A prompt and the answer that its greedy continuation should give; `right` defines the match.
 
-    `length` counts the tokens of prompt and answer, `depth` is where in the context the answer sits (0..1). The prompt
-    ends with `question`, which is empty where the whole prompt asks.
+    `length` counts the tokens of prompt and answer, `depth` is the answer's place in the context (0..1). The prompt
+    ends with `question`, which is empty if the entire prompt is the question.
     """
 
     task: str
@@ -70,7 +70,7 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentPlan:
-    """What a generator decides: the needles and the turns; `filled` False takes no sentences between them."""
+    """A generator's output: the needles and the turns; `filled` False adds no sentences between them."""
 
     needles: tuple[Needle, ...]
     turns: tuple[Turn, ...]
@@ -80,10 +80,10 @@ class DocumentPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a generator works with.
+    """The input of a generator.
 
-    `room` is the tokens of all text, `depth` that of the first answer asked for, `num_turns` how many
-    questions at most, `num_pairs` how many keys besides the one that is asked first.
+    `room` is the tokens of all text, `depth` that of the first answer, `num_turns` the most
+    questions, `num_pairs` the number of keys besides that of the first question.
     """
 
     random: np.random.Generator
@@ -99,8 +99,8 @@ class Setting:
 def right(example: Example, text: str) -> bool:
     """Return whether a continuation of the prompt gives the answer.
 
-    "start": it begins with the answer, and the last word ends there. "contains": the answer stands
-    somewhere in it, in whatever case. "number": the last number in it is the answer.
+    "start": it begins with the answer, and the last word ends there. "contains": it contains the answer,
+    case-insensitively. "number": its last number is the answer.
     """
     if example.match == "contains":
         return example.answer.lower() in text.lower()
@@ -111,27 +111,27 @@ def right(example: Example, text: str) -> bool:
 
 
 def stream(task: str, split: Split, seed: int) -> np.random.Generator:
-    """Return the random numbers of one document: no task, split or seed shares them with another."""
+    """Return the random numbers of one document: independent for every task, split and seed."""
     return np.random.default_rng([*task.encode(), _SPLITS.index(split), seed])
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text as pieces that begin with a space, white space made single."""
+    """Return the sentences of a text as pieces that begin with a space, with white space collapsed."""
     found = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     return [f" {sentence}" for sentence in found if sentence]
 
 
 def filler(random: np.random.Generator, words: Vocabulary) -> Iterator[str]:
-    """Yield sentences of no meaning, for ever."""
+    """Yield meaningless sentences endlessly."""
     while True:
         first, second, place = (words.words[i] for i in random.choice(len(words.words), 3, replace=False))
         yield f" The {first} {VERBS[random.choice(len(VERBS))]} the {second} by the {place}."
 
 
 def lay_out(plan: DocumentPlan, setting: Setting, haystack: Sequence[str] | None) -> str:
-    """Return the context: sentences up to the room that is left, each needle at its depth among them.
+    """Return the context: sentences up to the available room, with each needle at its depth.
 
-    Sentences are taken from a random place in `haystack` on, around its end; None invents them.
+    Sentences are taken from `haystack` from a random place on, wrapping around its end; None invents them.
     """
     taken = sum(setting.count(needle.text) for needle in plan.needles)
     taken += sum(setting.count(turn.question + turn.answer + ".") for turn in plan.turns)
@@ -147,7 +147,7 @@ def lay_out(plan: DocumentPlan, setting: Setting, haystack: Sequence[str] | None
 
 
 def _hay(setting: Setting, haystack: Sequence[str] | None, space: int) -> tuple[list[str], list[int]]:
-    """Sentences that fit into `space` tokens, and their sizes; one too long is passed over."""
+    """Return sentences that fit into `space` tokens, and their sizes; one that is too long is skipped."""
     if haystack is None:
         source = filler(setting.random, setting.words)
         tries = space
@@ -179,7 +179,7 @@ def setting(
     num_pairs: int,
     words: Vocabulary | None,
 ) -> Setting:
-    """Return what a generator works with, its arguments checked."""
+    """Return the input of a generator, with its arguments checked."""
     if not 0 <= depth <= 1:
         raise UsageError(f"depth is {depth}; it must be from 0 (the start of the context) to 1 (its end).")
     if num_turns < 1 or num_pairs < 0:
@@ -189,7 +189,7 @@ def setting(
         words=words or vocabulary(split),
         split=split,
         count=count,
-        room=length - 1,  # the token before every text
+        room=length - 1,  # without the token before every text
         depth=depth,
         num_turns=num_turns,
         num_pairs=num_pairs,

@@ -51,8 +51,8 @@ def fit_temperature(
 ) -> Float[Array, ""]:
     """Return the T in [low, high] that minimises the negative log-likelihood of held-out targets.
 
-    Above 1 the model was overconfident. The loss is convex in 1 / T, so its only minimum is global; it
-    is a bound where targets are always the likeliest token (low) or no likelier than chance (high).
+    Above 1 the model was overconfident. The loss is convex in 1 / T, so its only minimum is global; the result
+    is a bound if targets are always the likeliest token (low) or no likelier than chance (high).
     Measure entropy at this temperature with `moments(logits, T)`. Source: Guo et al. 2017, and
     Entropic-Time Inference, section 5.
     """

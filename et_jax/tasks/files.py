@@ -1,4 +1,4 @@
-"""Tasks that others have published, read from files of JSON lines: for models that know more than the bundled one.
+"""Published tasks, read from files of JSON lines: for models with more knowledge than the bundled one.
 
 LongEval (Li et al. 2023), key-value retrieval of Lost in the Middle (Liu et al. 2023), GSM8K (Cobbe et al. 2021).
 """
@@ -15,22 +15,22 @@ from et_jax.tasks.base import CountTokens, Example, Match
 
 Record = dict[str, Any]
 Read = tuple[str, str, float, Match]
-"""Prompt, answer, depth, how they are matched."""
+"""Prompt, answer, depth, and the kind of match."""
 
 
 def longeval_lines(record: Record) -> Read:
-    """A record of lines, each with an id of two words and a number, and the question for one of them."""
+    """Read a record of lines, each with an id of two words and a number, and the question for one of them."""
     depth = record["random_idx"][1] / max(1, record["num_lines"] - 1)
     return record["prompt"], str(record["expected_number"]), depth, "number"
 
 
 def longeval_topics(record: Record) -> Read:
-    """A long conversation on several topics, and the question for the first."""
+    """Read a long conversation on several topics, and the question for the first."""
     return record["prompt"], record["topics"][0], 0.0, "contains"
 
 
 def lost_in_the_middle(record: Record) -> Read:
-    """A JSON object of random keys and values, and the question for one of them."""
+    """Read a JSON object of random keys and values, and the question for one of them."""
     pairs = record["ordered_kv_records"]
     depth = [key for key, _ in pairs].index(record["key"]) / max(1, len(pairs) - 1)
     lines = ",\n".join(f' "{key}": "{value}"' for key, value in pairs)
@@ -39,7 +39,7 @@ def lost_in_the_middle(record: Record) -> Read:
 
 
 def gsm8k(record: Record) -> Read:
-    """A word problem whose answer is a number; it has no depth, 0 stands for that."""
+    """Read a word problem whose answer is a number; it has no depth, which is set to 0."""
     answer = record["answer"].rpartition("####")[2].strip().replace(",", "")
     return f"Question: {record['question']}\nAnswer:", answer, 0.0, "number"
 
@@ -52,7 +52,7 @@ FILES: dict[str, Callable[[Record], Read]] = {
 def examples(task: str, path: Path, count: CountTokens, limit: int) -> list[Example]:
     """Return the first `limit` examples of a file of JSON lines, compressed (.gz) or not.
 
-    Raises UsageError for a file that is not there or holds something else.
+    Raises UsageError for a file that is not there or has other contents.
     """
     found = []
     for number, record in _records(path):

@@ -14,7 +14,7 @@ from et_jax.errors import UsageError
 from et_jax.tasks.base import CountTokens, Document, DocumentPlan, Example, Needle, Setting, Turn, lay_out, setting
 from et_jax.tasks.words import Split, Vocabulary, belongs
 
-NUM_PAIRS = 7  # keys of a test besides the one asked for, where a task has such
+NUM_PAIRS = 7  # keys of a test besides the one asked for, if a task has keys
 _NUM_NEEDLES = 3
 _HOPS = 2  # of a trace
 _COUNTED = 5  # different words of a count
@@ -32,14 +32,14 @@ def multi_key(s: Setting) -> DocumentPlan:
 
 
 def passkey(s: Setting) -> DocumentPlan:
-    """One number of five digits, hidden in the text; the first digit is none that may stick to the space before it."""
+    """One number of five digits, hidden in the text; the first digit cannot merge with the space before it."""
     number = _number(s)
     turn = Turn(question=" The passkey is", answer=f" {number}", depth=s.depth)
     return DocumentPlan(needles=(_statement(turn),), turns=(turn,), items=(number,))
 
 
 def multi_needle(s: Setting) -> DocumentPlan:
-    """Three words at three places, to be told in their order; `depth` is that of the first."""
+    """Three words at three places, to be listed in their order; `depth` is that of the first."""
     [name] = _names(s, 1)
     words = s.random.choice(s.words.words, _NUM_NEEDLES, replace=False)
     depths = np.sort([s.depth, *(s.depth + (1 - s.depth) * s.random.random(_NUM_NEEDLES - 1))])
@@ -53,7 +53,7 @@ def multi_needle(s: Setting) -> DocumentPlan:
 def tracing(s: Setting) -> DocumentPlan:
     """Chains of names, each following another, to be traced to the word at their end; `depth` is that of the word.
 
-    The statements of a chain stand anywhere and in any order.
+    The statements of a chain are at random places in any order.
     """
     num_chains = max(1, min(1 + s.num_pairs // 3, len(s.words.names) // (_HOPS + 1)))
     names = s.random.permutation(s.words.names)[: num_chains * (_HOPS + 1)].reshape(num_chains, _HOPS + 1)
@@ -72,13 +72,13 @@ def tracing(s: Setting) -> DocumentPlan:
 
 
 def line_retrieval(s: Setting) -> DocumentPlan:
-    """A text of nothing but lines, each with an id of two words and a word."""
+    """A text of only lines, each with an id of two words and a word."""
     lines: dict[str, str] = {}
     left = s.room
     while True:
         first, second, word = (str(word) for word in s.random.choice(s.words.words, 3))
         question, answer = f" Line {first} {second}:", f" {word}"
-        left -= s.count(f"{question}{answer}.") * (2 if len(lines) < s.num_turns else 1)  # asked lines stand twice
+        left -= s.count(f"{question}{answer}.") * (2 if len(lines) < s.num_turns else 1)  # asked lines occur twice
         if left < 0:
             break
         lines[question] = answer
@@ -111,7 +111,7 @@ def counting(s: Setting) -> DocumentPlan:
 
 
 def copying(s: Setting) -> DocumentPlan:
-    """A passage of words under a name, far back, to be said again: as many words as there are keys elsewhere."""
+    """A passage of words under a name, far back, to be repeated: as many words as there are keys elsewhere."""
     [name] = _names(s, 1)
     if s.num_pairs >= len(s.words.copied):
         raise UsageError(f"There are {len(s.words.copied)} words for a verse of {1 + s.num_pairs}; ask for fewer.")
@@ -148,13 +148,13 @@ def document(
     num_pairs: int = NUM_PAIRS,
     words: Vocabulary | None = None,
 ) -> Document:
-    """Return a document of at most `length` tokens, the one before every text included.
+    """Return a document of at most `length` tokens, including the one before every text.
 
-    `count` gives the tokens of a text. `haystack` are sentences, each beginning with a space, to hide
-    the needles in; None invents some. `words` stand in for the few of the split's own list. The same
-    arguments give the same document.
+    `count` returns the tokens of a text. `haystack` has sentences, each beginning with a space, to hide
+    the needles in; None invents some. `words` replaces the short list of the split. The same
+    arguments return the same document.
 
-    Raises UsageError for a task that is not there, a depth outside 0..1, and a length that is too short.
+    Raises UsageError for an unknown task, a depth outside 0..1, and a length that is too short.
     """
     if task not in TASKS:
         raise UsageError(f'There is no task "{task}"; choose one of {", ".join(TASKS)}.')

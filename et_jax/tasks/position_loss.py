@@ -1,4 +1,4 @@
-"""The loss of a text by position: what a model makes of what stood before, read as the decoder reads it."""
+"""The loss of a text by position, computed with the decoder's own step."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from et_jax.types import replace
 
 
 def rows(ids: Sequence[int], first: int | None, length: int, count: int) -> Integer[np.ndarray, "b t"]:
-    """Return `count` rows of `length` tokens, evenly spread over a text, each behind `first` unless that is None."""
+    """Return `count` rows of `length` tokens, evenly spread over a text, each after `first` unless that is None."""
     taken = length if first is None else length - 1
     if len(ids) < taken * count:
         raise UsageError(
@@ -32,9 +32,9 @@ def rows(ids: Sequence[int], first: int | None, length: int, count: int) -> Inte
 def position_losses(decoder: Decoder, weights: Weights, tokens: Integer[np.ndarray, "b t"]) -> Float[np.ndarray, "b u"]:
     """Return -log p of every token but the first of each row given those before it, nats.
 
-    Every token passes one by one through the decoder's own step, so that its selector chooses what is
-    read; rows are taken as many at a time as it has slots. It must keep the logits
-    (`DecoderConfig.keep`). Where the decoder compresses, it does so as for a prompt of one token.
+    Every token passes one by one through the decoder's own step, so that its selector chooses the
+    blocks; as many rows as it has slots run at a time. It must keep the logits
+    (`DecoderConfig.keep`). A decoder with compression compresses as for a prompt of one token.
     """
     slots = decoder.config.num_slots
     parts = []
@@ -56,7 +56,7 @@ def _losses(decoder: Decoder, weights: Weights, tokens: np.ndarray) -> np.ndarra
             state, _ = decoder.compress(state, slot)
         state, output = decoder.step(weights, state)
         if not output.produced.all():
-            raise ValueError("decoder: got a pool without pages for all rows, wanted one that holds them whole")
+            raise ValueError("decoder: got a pool without pages for all rows, wanted one with enough for all of them")
         if state.logits is None:
             raise ValueError("decoder: got one that keeps no logits, wanted keep={'logits'}")
         logits = np.asarray(state.logits, np.float64)
@@ -68,7 +68,7 @@ def _losses(decoder: Decoder, weights: Weights, tokens: np.ndarray) -> np.ndarra
 
 
 def _points(decoder: Decoder, length: int) -> set[int]:
-    """The numbers of cached tokens at which sequences of one prompt token are compressed, up to a length."""
+    """Return the numbers of cached tokens at which sequences of one prompt token are compressed, up to a length."""
     how, layout = decoder.config.compression, decoder.config.layout
     points: set[int] = set()
     if how is None or layout is None:
@@ -81,7 +81,7 @@ def _points(decoder: Decoder, length: int) -> set[int]:
 
 
 def by_position(losses: Float[np.ndarray, "b u"], num_buckets: int = 8) -> dict[tuple[int, int], float]:
-    """Return the mean loss between positions, each stretch but the first as long as all before it."""
+    """Return the mean loss between positions, in stretches that double in length."""
     length = losses.shape[1] + 1
     edges = [1, *(length >> shift for shift in range(num_buckets - 1, 0, -1) if length >> shift > 1), length]
     return {(begin, end): float(losses[:, begin - 1 : end - 1].mean()) for begin, end in itertools.pairwise(edges)}

@@ -1,4 +1,4 @@
-"""Scores of the texts of a file: a line for each, JSON, and a plot of entropy and loss by position."""
+"""Scores of the texts of a file: a table line for each, JSON, and a plot of entropy and loss by position."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ _POINTS = 128  # of a plot
 
 
 def texts_of(path: Path) -> list[str]:
-    """Return the texts of a file: the field "text" of each line of a .jsonl file, else all of it as one.
+    """Return the texts of a file: the field "text" of each line of a .jsonl file, else the entire file as one.
 
-    Raises UsageError for a line that has no such field.
+    Raises UsageError for a line without such a field.
     """
     content = read_text(path, "The input")
     if path.suffix != ".jsonl":
@@ -44,7 +44,7 @@ def texts_of(path: Path) -> list[str]:
 def score_texts(model: "Model", texts: Sequence[str], window: int) -> Iterator[Score]:
     """Yield the score of each text, which is read in windows of at most `window` tokens.
 
-    A window begins with the last token of the one before it, so that every token but the first is scored once.
+    A window begins with the last token of the previous one, so that every token but the first is scored once.
     """
     for text in texts:
         ids = model.tokenizer.encode(text)
@@ -57,7 +57,7 @@ def score_texts(model: "Model", texts: Sequence[str], window: int) -> Iterator[S
 
 
 def figures(score: Score) -> dict[str, Any]:
-    """Return a score as JSON has it; lists have a value for each token that is scored."""
+    """Return a score for JSON; lists have a value for each scored token."""
     known, count = ~np.isnan(score.log_probs), score.num_scored
     return {
         "tokens": count,
@@ -73,7 +73,7 @@ def figures(score: Score) -> dict[str, Any]:
 def line(number: int, found: dict[str, Any]) -> str:
     """Return a line of the table for a text."""
     if not found["tokens"]:
-        return f"{number:>6}{0:>9}  one token alone: nothing comes before it"
+        return f"{number:>6}{0:>9}  a single token: nothing comes before it"
     shown = "".join(f"{found[name]:>12.4f}" for name in ("nats_per_token", "mean_entropy", "bits_per_byte"))
     return f"{number:>6}{found['tokens']:>9}{shown}{found['perplexity']:>12.3f}"
 
@@ -82,7 +82,7 @@ HEADER = f"{'text':>6}{'tokens':>9}{'nats/token':>12}{'entropy':>12}{'bits/byte'
 
 
 def plot(each: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the mean entropy and the mean loss of texts by position. Raises UsageError where it cannot be written."""
+    """Draw the mean entropy and the mean loss of texts by position. Raises UsageError if it cannot be written."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""Words that tasks are made of, and which of them are for training and which for tests.
+"""The words of the tasks, split into training and test words.
 
-Short common words, so that most tokenizers give each a token of its own. The split goes by hash: it looks at
-nothing but the word, and adding words moves none to the other side.
+Short common words, so that most tokenizers have a token for each. The split is by hash of the
+word, so adding words moves none to the other side.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ VERBS = ("met", "saw", "left", "found", "kept", "took", "held", "lost", "heard",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The names and words that a task may use as keys and answers, and the words that passages to copy are made of."""
+    """The names and words that a task may use as keys and answers, and the words of passages to copy."""
 
     names: tuple[str, ...]
     words: tuple[str, ...]
@@ -55,18 +55,18 @@ class Vocabulary:
 
 
 def belongs(item: str, split: Split) -> bool:
-    """Return whether `item` is on that side: its SHA-256, read as a share of the whole, is below TEST_SHARE or not."""
+    """Return whether `item` is in that split: its SHA-256, as a fraction of its range, is below TEST_SHARE or not."""
     share = int.from_bytes(hashlib.sha256(item.encode()).digest()[:8], "big") / 2**64
     return (share < TEST_SHARE) == (split == "test")
 
 
 @functools.cache
 def vocabulary(split: Split) -> Vocabulary:
-    """Return the names and words of one split; those of the other share none with them."""
+    """Return the names and words of one split; the splits are disjoint."""
     words = side(_WORDS.split(), split)
     return Vocabulary(names=side(_NAMES.split(), split), words=words, copied=words)
 
 
 def side(items: Iterable[str], split: Split) -> tuple[str, ...]:
-    """Return those of `items` that belong to a split, each once, in their order."""
+    """Return those of `items` that belong to a split, each once, in order."""
     return tuple(item for item in dict.fromkeys(items) if belongs(item, split))

@@ -3,13 +3,13 @@
     loading -> tokenizer -> backends: tokenizer.json or tokenizer.model
             -> gguf: that of a GGUF file
 
-`chat` renders conversations, and `masked` keeps special tokens that a message spells as text. `detokenizer` and
-`stop_strings` are for ids that come one by one. `expressions` tries out a tokenizer's regular expressions. What
-strangers wrote runs in a process of its own, a `worker`: the programs are `render` and `probe`, and
+`chat` renders conversations, and `masked` keeps special tokens in messages as plain text. `detokenizer` and
+`stop_strings` process streams of ids. `expressions` tests a tokenizer's regular expressions. Untrusted
+templates and expressions run in a separate process, a `worker`: its programs are `render` and `probe`, and
 `watched` ends them with the process that started them.
 
-Special tokens are added as the tokenizer's own files say. Decoding leaves special tokens out, and keeps
-every space: the option `clean_up_tokenization_spaces`, which deletes some, is not followed.
+Special tokens are added as the tokenizer's own files specify. Decoding omits special tokens, and keeps
+every space: the option `clean_up_tokenization_spaces`, which deletes some, is ignored.
 """
 
 from et_jax.text.backends import Backend

@@ -1,4 +1,4 @@
-"""The two file formats: tokenizer.json and tokenizer.model, each run by its library."""
+"""The two file formats, tokenizer.json and tokenizer.model, each run by its library."""
 
 import json
 import re
@@ -17,23 +17,23 @@ T = TypeVar("T")
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 BARE = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec { add_dummy_prefix: false }, merged when appended
-PIECE = b"\n"  # protobuf: what a SentencePiece model begins with, and each of its pieces
+PIECE = b"\n"  # protobuf: the first byte of a SentencePiece model, and of each of its pieces
 RANKS = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 class Panic(Exception):
-    """The tokenizers library gave up in the midst of its work."""
+    """The tokenizers library panicked during its work."""
 
 
 @runtime_checkable
 class Backend(Protocol):
-    """What the two file formats have in common.
+    """The common interface of the two file formats.
 
-    An id is *visible* if it has text of its own: neither special nor beyond the vocabulary. It is *whole*
-    if no later id can change the text up to it, but for an unfinished character, shown as U+FFFD. `split`
+    An id is *visible* if it has text of its own: neither special nor beyond the vocabulary. It is *settled*
+    if no later id can change the text up to it, except an unfinished character, shown as U+FFFD. `split`
     parts a text into special ids and the text between them; `encode_plain` reads a special token's text as
-    any other, `opens` where nothing stands before it. `longest` is the most bytes that an id stands for, or
-    more. `pieces` are those of all visible ids, as the file writes them.
+    any other, `opens` if it begins the text. `longest` is an upper bound of the bytes per id.
+    `pieces` are those of all visible ids, as the file writes them.
     """
 
     longest: int
@@ -46,14 +46,14 @@ class Backend(Protocol):
     def split(self, text: str) -> list[str | int]: ...
     def encode_plain(self, text: str, opens: bool) -> list[int]: ...
     def visible(self, id: int) -> bool: ...
-    def whole(self, id: int) -> bool: ...
+    def settled(self, id: int) -> bool: ...
 
 
 class JsonBackend:
     """A tokenizer.json, run by the `tokenizers` library.
 
     With byte fallback a run of byte pieces decodes together (to U+FFFD throughout if any of it is not
-    UTF-8), so none of them is whole.
+    UTF-8), so none of them is settled.
     """
 
     def __init__(self, file: Path, content: bytes | None = None):
@@ -98,7 +98,7 @@ class JsonBackend:
 
     def encode_plain(self, text: str, opens: bool) -> list[int]:
         with self._lock:
-            if self._plain is None:  # rarely needed, and the setting is one of the whole tokenizer
+            if self._plain is None:  # rarely needed, and the setting applies to the entire tokenizer
                 try:
                     plain = _guarded(type(self._tokenizer).from_str, self._tokenizer.to_str())
                 except Panic as error:
@@ -111,12 +111,12 @@ class JsonBackend:
 
     def _encoding(self, tokenizer: Any, text: str, special: bool) -> Any:
         try:
-            return _guarded(tokenizer.encode, _whole(text), add_special_tokens=special)
+            return _guarded(tokenizer.encode, _checked(text), add_special_tokens=special)
         except Panic as error:
             raise UsageError(f"The model's tokenizer cannot read this text ({error}); shorten it.") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        # Left out by id: the library compares texts, and misses special tokens that its normalizer changes.
+        # Omitted by id: the library compares texts, and misses special tokens that its normalizer changes.
         visible = [id for id in ids if self.visible(id)]
         try:
             return _guarded(self._tokenizer.decode, visible, skip_special_tokens=False)
@@ -132,15 +132,15 @@ class JsonBackend:
     def visible(self, id: int) -> bool:
         return id in self._visible_ids
 
-    def whole(self, id: int) -> bool:
+    def settled(self, id: int) -> bool:
         return id not in self._byte_ids
 
 
 class SentencePieceBackend:
-    """A tokenizer.model, run by the `sentencepiece` library, which knows no special tokens inside a text.
+    """A tokenizer.model, run by the `sentencepiece` library, which does not recognise special tokens inside a text.
 
-    So the text is split at them. `legacy` gives every piece the leading space of a new text, as the first
-    Llama tokenizers did; otherwise only a piece that opens the text has it.
+    The text is therefore split at them. `legacy` gives every piece the leading space of a new text, like the first
+    Llama tokenizers; otherwise only a piece that opens the text has it.
     """
 
     def __init__(self, file: Path, legacy: bool, content: bytes | None = None):
@@ -167,7 +167,7 @@ class SentencePieceBackend:
     def encode(self, text: str, special: bool) -> list[int]:
         ids = [self._opening.bos_id()] if special and self._opening.bos_id() >= 0 else []
         opens = True
-        for part in self.split(_whole(text)):
+        for part in self.split(_checked(text)):
             if isinstance(part, int):
                 ids.append(part)
             elif part:
@@ -182,7 +182,7 @@ class SentencePieceBackend:
         return [self._special.get(part, part) for part in self._split.split(text)]
 
     def encode_plain(self, text: str, opens: bool) -> list[int]:
-        return (self._opening if opens else self._later).encode(_whole(text))
+        return (self._opening if opens else self._later).encode(_checked(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._opening.decode([id for id in ids if self.visible(id)])
@@ -196,12 +196,12 @@ class SentencePieceBackend:
     def visible(self, id: int) -> bool:
         return id in self._visible_ids
 
-    def whole(self, id: int) -> bool:
+    def settled(self, id: int) -> bool:
         return True
 
 
 def other_format(content: bytes) -> str | None:
-    """Return the name of the format that a file has, if it is one that is often mistaken for another."""
+    """Return the name of a file's format, if it is one that is often mistaken for another."""
     marks = {b"GGUF": "a GGUF file", b"PK\x03\x04": "a PyTorch or zip file", b"\x80\x02": "a pickle"}
     for mark, name in marks.items():
         if content.startswith(mark):
@@ -215,8 +215,8 @@ def other_format(content: bytes) -> str | None:
     return "a link of Git LFS" if content.startswith(b"version https://git-lfs") else None
 
 
-def _whole(text: str) -> str:
-    """Return `text`. Raises UsageError where it holds half of a surrogate pair, which is no text."""
+def _checked(text: str) -> str:
+    """Return `text`. Raises UsageError if it has half of a surrogate pair, which is not a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -225,7 +225,7 @@ def _whole(text: str) -> str:
 
 
 def _guarded(call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
-    """Return what the library returns. Raises Panic for what it raises: some of that is no Exception at all."""
+    """Return the result of the library's call. Raises Panic for any of its exceptions, including BaseExceptions."""
     try:
         return call(*arguments, **settings)
     except BaseException as error:

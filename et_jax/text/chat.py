@@ -1,4 +1,4 @@
-"""A chat template, rendered by a worker: what it takes is bounded, and what it does to a process is done elsewhere."""
+"""A chat template, rendered by a worker process with bounded time, memory and output."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ MAX_STOPS = 3  # in a row, after which a template is not tried again
 
 
 class Template:
-    """A chat template and the special tokens it may name. Nothing is started before the first conversation.
+    """A chat template and the special tokens it may name. The worker starts with the first conversation.
 
-    Any number of threads may render; one at a time does. Copies, also in other processes, have workers of
+    Threads may render concurrently; they take turns. Copies, also in other processes, have workers of
     their own.
     """
 
@@ -33,9 +33,9 @@ class Template:
     def render(self, messages: Sequence[Message]) -> str:
         """Return the conversation as text, open for the assistant's answer.
 
-        Raises UsageError where the template refuses it, writes more than `MAX_CHARACTERS`, needs more than
+        Raises UsageError if the template refuses it, writes more than `MAX_CHARACTERS`, or needs more than
         `SECONDS` or more memory than a worker has. After `MAX_STOPS` conversations in a row that had to be
-        stopped the template is given up, so that a long job does not wait for each of its lines.
+        stopped the template is refused at once, so that a long job does not wait for each of its lines.
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise UsageError("A message must be a mapping with role and content; give a list of such.")
@@ -51,7 +51,7 @@ class Template:
             except Stopped as error:
                 self._stops += 1
                 raise UsageError(
-                    f"The model's chat template {error} on these messages; mend them or use --prompt."
+                    f"The model's chat template {error} on these messages; correct them or use --prompt."
                 ) from error
             except (TypeError, ValueError, RecursionError) as error:
                 if isinstance(error, UsageError):
@@ -60,6 +60,6 @@ class Template:
             self._stops = 0
         if "error" in answer:
             raise UsageError(
-                f"The model's chat template refuses these messages ({answer['error']}); mend them or use --prompt."
+                f"The model's chat template refuses these messages ({answer['error']}); correct them or use --prompt."
             )
         return answer["text"]

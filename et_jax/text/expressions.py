@@ -1,4 +1,4 @@
-"""Regular expressions of a tokenizer.json: those that are not well known are tried out before they are used."""
+"""Regular expressions of a tokenizer.json: unknown ones are tested before they are used."""
 
 import json
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any
 from et_jax.errors import UsageError
 from et_jax.text.worker import Stopped, Worker
 
-SECONDS = 9.0  # to try out all expressions of a tokenizer
+SECONDS = 9.0  # to test all expressions of a tokenizer
 MAX_CHARACTERS = 10_000  # of its expressions together
 
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
@@ -19,7 +19,7 @@ WELL_KNOWN = {
     " ",
     r"\s",
     r"\s+",
-    r"\s+$",  # DeepSeek LLM; the square of a run of spaces, which is seconds for 20,000 of them
+    r"\s+$",  # DeepSeek LLM; quadratic in a run of spaces, which is seconds for 20,000 of them
     rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",  # GPT-2
     rf"{_CASELESS}{_WORDS}|\p{{N}}{{1,3}}{_REST}",  # Llama 3
     rf"{_CASELESS}{_WORDS}|\p{{N}}{_REST}",  # Qwen 2 and 3
@@ -41,7 +41,7 @@ def expressions(parts: Any) -> set[str]:
 
 
 def check_expressions(file: Path, unknown: Iterable[str]) -> None:
-    """Raise UsageError for an expression that takes too long on some text. A worker tries them, if there are any."""
+    """Raise UsageError for an expression that is too slow on some text. A worker tests them, if there are any."""
     patterns = sorted(unknown)
     if not patterns:
         return

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file: tokens, merges or scores, and the chat template, which stand among its values.
+"""The tokenizer of a GGUF file: tokens, merges or scores, and the chat template, stored among its values.
 
-Kinds: `gpt2` merges pairs of pieces of bytes (`tokenizers`), after a text is split by a rule that the file names;
+Kinds: `gpt2` merges pairs of byte pieces (`tokenizers`), after a text is split by a rule that the file names;
 `llama` merges by score (SentencePiece). Source: llama.cpp, src/llama-vocab.cpp; the rules are those of the models' own
 tokenizer.json.
 """
@@ -43,15 +43,15 @@ _RULES: Mapping[str, tuple[str, ...]] = {
 }
 """By the name in tokenizer.ggml.pre, the expressions that split a text in turn, each the parts of the one before."""
 
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
-"""Rules with which a word that is a token is never merged from parts; a text begins with the beginning token too."""
+_FULL_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}
+"""Rules under which a word that is a token is never merged from parts; a text begins with the beginning token too."""
 
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 """Control tokens that end a text in every vocabulary that has them."""
 
 
 def gguf_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a GGUF file. Raises UsageError for a kind or a rule that is not supported."""
+    """Return the tokenizer of a GGUF file. Raises UsageError for an unsupported kind or rule."""
     values = read_gguf(file).values
     own = {key.removeprefix(_KEYS): value for key, value in values.items() if key.startswith(_KEYS)}
     found = checked(own, GgufTokenizerFile, f"{file}: {_KEYS}*", "fetch the file again")
@@ -61,7 +61,7 @@ def gguf_tokenizer(file: Path) -> Tokenizer:
         raise UsageError(f"{file} has {len(tokens)} tokens and {len(types)} of their types; fetch the file again.")
     if found.model == "gpt2":
         backend: Backend = _byte_pairs(file, tokens, types, found.merges or [], rule)
-        begins = rule in _WHOLE_WORDS
+        begins = rule in _FULL_WORDS
     elif found.model == "llama":
         backend, begins = _sentence_pieces(file, tokens, types, found.scores or [], found.add_space_prefix), True
     else:
@@ -115,7 +115,7 @@ def _byte_pairs(
         "type": "BPE",
         "vocab": vocabulary,
         "merges": [merge.split(" ", 1) for merge in merges],
-        "ignore_merges": rule in _WHOLE_WORDS,
+        "ignore_merges": rule in _FULL_WORDS,
     }
     content = {
         "version": "1.0",
@@ -135,7 +135,7 @@ def _sentence_pieces(
         raise UsageError(f"{file} has no score for each of its {len(tokens)} tokens; fetch the file again.")
     pieces = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
-        if kind == _USER_DEFINED:  # the converter writes spaces, SentencePiece its own sign for them
+        if kind == _USER_DEFINED:  # the converter writes spaces, SentencePiece its own symbol for them
             token = token.replace(" ", "\u2581")
         text = _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
         pieces.append(_field(1, text))
@@ -146,7 +146,7 @@ def _sentence_pieces(
 
 
 def _field(number: int, value: int | bytes) -> bytes:
-    """Return a field of a protobuf message: a whole number, or bytes."""
+    """Return a field of a protobuf message: an integer, or bytes."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value

@@ -24,14 +24,14 @@ from et_jax.text.chat import Template
 from et_jax.text.gguf import gguf_tokenizer
 from et_jax.text.tokenizer import Tokenizer
 
-_LEAST_SHARE = 0.5  # of a model's vocabulary that its tokenizer has names for; the rest is padding
+_LEAST_SHARE = 0.5  # of a model's vocabulary that its tokenizer names; the rest is padding
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Return the tokenizer in `folder`: its tokenizer.json, or else its tokenizer.model; or that of a GGUF file.
 
-    Raises UsageError where there is neither, a file cannot be read or says what cannot be, or the tokenizer
-    is not of the vocabulary in config.json.
+    Raises UsageError if there is neither, a file cannot be read or has invalid values, or the tokenizer
+    does not match the vocabulary in config.json.
     """
     folder = Path(folder)
     if is_gguf(folder):
@@ -64,8 +64,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     }
     if len(eos_ids) > MAX_EOS_IDS:
         raise UsageError(
-            f"{folder} names {len(eos_ids)} end tokens and at most {MAX_EOS_IDS} are served; shorten eos_token_id in "
-            "its generation_config.json."
+            f"{folder} names {len(eos_ids)} end tokens and at most {MAX_EOS_IDS} are supported; shorten eos_token_id "
+            "in its generation_config.json."
         )
     template = _chat_template(folder, settings)
     return Tokenizer(
@@ -79,10 +79,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def as_tokenizer(given: Any, bos_id: int | None, eos_ids: tuple[int, ...] | None) -> Tokenizer:
-    """Return what a caller hands over as a tokenizer, with other beginning and end tokens where those are no None.
+    """Return a caller's tokenizer, with other beginning and end tokens unless those are None.
 
-    That is a `Tokenizer`, one of the `tokenizers` library, a tokenizer.json, or a folder as `load_tokenizer` reads. Of
-    the second and third only the caller knows the end tokens. Raises UsageError for anything else, and for too many.
+    It is a `Tokenizer`, one of the `tokenizers` library, a tokenizer.json, or a folder for `load_tokenizer`. The
+    second and third do not name their end tokens. Raises UsageError for anything else, and for too many.
     """
     if isinstance(given, str | Path) and Path(given).is_dir():
         found = load_tokenizer(given)
@@ -93,7 +93,7 @@ def as_tokenizer(given: Any, bos_id: int | None, eos_ids: tuple[int, ...] | None
             backend=_json_backend(given), bos_id=None, eos_ids=(), add_bos=None, template=None, source="The tokenizer"
         )
     if eos_ids is not None and len(eos_ids) > MAX_EOS_IDS:
-        raise UsageError(f"eos_token_ids names {len(eos_ids)} end tokens; at most {MAX_EOS_IDS} are served.")
+        raise UsageError(f"eos_token_ids names {len(eos_ids)} end tokens; at most {MAX_EOS_IDS} are supported.")
     return dataclasses.replace(
         found,
         bos_id=found.bos_id if bos_id is None else bos_id,
@@ -121,13 +121,13 @@ def _json_backend(given: Any) -> JsonBackend:
 
 
 def _check_size(file: Path, size: int, vocab_size: int | None) -> None:
-    """Raise UsageError unless a tokenizer of so many tokens, without those added, can be that of the model.
+    """Raise UsageError unless a tokenizer of so many tokens, without added ones, can be that of the model.
 
-    A model's vocabulary is often padded beyond its tokenizer. A token added beyond the model's is refused
-    with the prompt that holds it.
+    A model's vocabulary is often padded beyond its tokenizer. A prompt with an added token beyond the model's
+    vocabulary is refused.
     """
     if vocab_size is not None and not vocab_size * _LEAST_SHARE <= size <= vocab_size:
-        raise UsageError(f"{file} knows {size} tokens and the model has {vocab_size}; use the model's own tokenizer.")
+        raise UsageError(f"{file} has {size} tokens and the model has {vocab_size}; use the model's own tokenizer.")
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
@@ -142,7 +142,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, settings: SettingsFile) -> str | None:
-    """Return chat_template.jinja, or what tokenizer_config.json holds: one template, or a list with a default."""
+    """Return chat_template.jinja, or that of tokenizer_config.json: one template, or a list with a default."""
     file = folder / "chat_template.jinja"
     if is_there(file):
         return read_text(file, MAX_TEMPLATE_BYTES)

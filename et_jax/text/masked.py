@@ -1,4 +1,4 @@
-"""Messages in which the text of special tokens stays text, whatever the chat template writes around it."""
+"""Messages in which special tokens stay plain text, whatever the chat template adds."""
 
 import functools
 import hashlib
@@ -8,15 +8,15 @@ from typing import Any
 
 from et_jax.text.backends import Backend
 
-_DIGITS = 30  # of a name that nobody guesses, since it depends on all that is said
+_DIGITS = 30  # of an unguessable name, which depends on all messages
 _INDEX = 6
 
 
 class Masked:
-    """Messages whose special tokens are replaced by names of digits, which templates pass on as they are.
+    """Messages whose special tokens are replaced by names of digits, which templates pass on unchanged.
 
-    `texts` are those replaced: a name ends with an index into them. No name occurs in the messages
-    themselves. The same messages have the same names.
+    `texts` are the replaced ones: a name ends with an index into them. No name occurs in the messages
+    themselves. Equal messages have equal names.
     """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], special_texts: Collection[str]) -> None:
@@ -38,7 +38,7 @@ class Masked:
         return f"{self._name}{self._indices.setdefault(match[0], len(self._indices)):0{_INDEX}}"
 
     def parts(self, rendered: str) -> list[tuple[str, bool]]:
-        """Return the rendered text in parts, and of each whether it is one of the texts that were replaced."""
+        """Return the rendered text in parts, and of each whether it is one of the replaced texts."""
         pieces = re.split(rf"{self._name}(\d{{{_INDEX}}})", rendered)
         return [(self.texts[int(piece)] if index % 2 else piece, bool(index % 2)) for index, piece in enumerate(pieces)]
 
@@ -49,7 +49,7 @@ def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
 
 
 def encode_parts(parts: Sequence[tuple[str, bool]], backend: Backend) -> list[int]:
-    """Return the ids of parts in a row, the special tokens of those that were replaced read as text."""
+    """Return the ids of consecutive parts, with the special tokens of replaced ones read as text."""
     stretches: list[str | int] = [""]
     for text, replaced in parts:
         for piece in [text] if replaced else backend.split(text):

@@ -1,7 +1,7 @@
-"""The program that tries out a tokenizer's regular expressions, in a process of its own.
+"""The program that tests a tokenizer's regular expressions, in a separate process.
 
-Read from standard input: an object with `memory`, then one with `patterns`. Written: `{}`, then
-`{"slow": ...}`, the first pattern that takes too long, or null. It imports nothing of this package.
+It reads from standard input an object with `memory`, then one with `patterns`. It writes `{}`, then
+`{"slow": ...}`, the first pattern that is too slow, or null. It imports nothing of this package.
 """
 
 import json
@@ -11,14 +11,14 @@ import time
 from typing import Any
 
 LENGTH = struct.Struct("<Q")
-RUN = 20_000  # characters: one step each is milliseconds, a square of them seconds
+RUN = 20_000  # characters: linear time is milliseconds, quadratic time seconds
 CPU_SECONDS = 0.5  # for one text; a split in linear time takes a hundredth of it
 CLASSES = ["a", "A", "1", "_", "-", "'", '"', ".", "!", "<", "(", "é", "中", "́", "🐈", "\u200d"]
 SPACES = " \n\r\t\u00a0"
 
 
 def texts(pattern: str) -> list[str]:
-    """Return texts that provoke backtracking: long runs, ended by what does not belong to them."""
+    """Return texts that provoke backtracking: long runs, followed by a character that does not match."""
     letters = sorted({letter for letter in pattern if letter.isprintable() and letter.isascii()})
     tail = "\0" + "".join(letter * 9 for letter in letters) + pattern
     units = [*dict.fromkeys([*CLASSES, *SPACES, *letters])]
@@ -27,7 +27,7 @@ def texts(pattern: str) -> list[str]:
 
 
 def slow(patterns: list[str]) -> str | None:
-    """Return the first pattern that takes too long on some text."""
+    """Return the first pattern that is too slow on some text."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -37,7 +37,7 @@ def slow(patterns: list[str]) -> str | None:
             before = time.process_time()
             try:
                 split.pre_tokenize_str(text)
-            except BaseException:  # the library gives up, by what is no Exception
+            except BaseException:  # the library panics with other classes than Exception
                 return pattern
             if time.process_time() - before > CPU_SECONDS:
                 return pattern

@@ -1,8 +1,8 @@
-"""The program that renders chat templates, in a process of its own; it imports nothing of this package.
+"""The program that renders chat templates, in a separate process; it imports nothing of this package.
 
-Read from standard input: an object with `template`, `special_tokens` and `memory`, then objects with
-`messages`, `seconds` and `most`. Written for each: `{}`, then `{"text": ...}` or `{"error": ...}`. A template
-is a stranger's program: it runs in a sandbox and can change nothing, in so much memory and so many seconds.
+It reads from standard input an object with `template`, `special_tokens` and `memory`, then objects with
+`messages`, `seconds` and `most`. It writes for each `{}`, then `{"text": ...}` or `{"error": ...}`. A template
+is untrusted code: it runs in a sandbox and can change nothing, with limited memory and time.
 """
 
 import datetime
@@ -18,11 +18,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct("<Q")
-SHOWN = 300  # characters of a reason
+SHOWN = 300  # characters of an error
 
 
 class Generation(Extension):
-    """The tag that marks the assistant's words for training; here its body is plain text."""
+    """The tag that marks the assistant's text for training; here its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own spelling)
 
@@ -32,17 +32,17 @@ class Generation(Extension):
 
 
 def raise_exception(message: str) -> None:
-    """Refuse the messages, as templates do."""
+    """Refuse the messages, as called by templates."""
     raise jinja2.TemplateError(message)
 
 
 def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Return JSON as transformers writes it."""
+    """Return JSON in the format of transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def compiled(source: str) -> jinja2.Template:
-    """Return the template, which nothing has run yet."""
+    """Return the template, compiled but not run."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -53,7 +53,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def rendered(template: jinja2.Template, variables: dict[str, Any], most: int) -> str:
-    """Return the text, of at most so many characters. Raises ValueError beyond, and for half a character."""
+    """Return the text, of at most `most` characters. Raises ValueError beyond, and for half a character."""
     pieces, size = [], 0
     for piece in template.generate(**variables, tools=None, documents=None, add_generation_prompt=True):
         size += len(piece)
@@ -69,7 +69,7 @@ def rendered(template: jinja2.Template, variables: dict[str, Any], most: int) ->
 
 
 def limit(memory: int) -> None:
-    """Bound the memory of this process, where the system can."""
+    """Bound the memory of this process, if the system can."""
     try:
         import resource
     except ImportError:
@@ -80,13 +80,13 @@ def limit(memory: int) -> None:
 
 
 def alarm(seconds: float) -> None:
-    """End this process if it is still at work then, even if nobody is left who would stop it; 0 for never."""
+    """End this process if it is still running then, even without a parent that would stop it; 0 for never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def answers(question: Callable[[], dict[str, Any] | None], answer: Callable[[dict[str, str]], None]) -> None:
-    """Answer questions until there are no more."""
+    """Answer questions until the input ends."""
     opening = question()
     if opening is None:
         return
@@ -103,7 +103,7 @@ def answers(question: Callable[[], dict[str, Any] | None], answer: Callable[[dic
             said = {"error": "it needs too much memory"}
         except RecursionError:
             said = {"error": "it calls itself too deep"}
-        except Exception as error:  # whatever a stranger's program does
+        except Exception as error:  # untrusted code raises anything
             reason = str(error)[:SHOWN].encode(errors="backslashreplace").decode()
             said = {"error": " ".join(reason.split())[:SHOWN] or type(error).__name__}
         answer(said)

@@ -1,4 +1,4 @@
-"""What a model's files make of a text and of ids."""
+"""A model's tokenizer: text to ids, ids to text, and chat."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from et_jax.text.masked import Masked, encode_parts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """Text to ids and back, as one model wants it.
+    """Text to ids and back, for one model.
 
-    `eos_ids` unites what the model's config.json, its generation_config.json and its tokenizer name.
-    `add_bos` None leaves the beginning of a text to the tokenizer file. A prompt is read with the special
-    tokens that are written in it; a conversation is not, unless it is said.
+    `eos_ids` is the union of those of the model's config.json, its generation_config.json and its tokenizer.
+    `add_bos` None leaves the beginning of a text to the tokenizer file. Special tokens written in a prompt are
+    recognised; in a conversation only if requested.
     """
 
     backend: Backend
@@ -27,16 +27,16 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template as it is written, if there is one."""
+        """The source of the model's chat template, if there is one."""
         return None if self.template is None else self.template.source
 
     @property
     def longest_token(self) -> int:
-        """The most bytes of text that one id stands for, or more."""
+        """An upper bound of the bytes of text per id."""
         return self.backend.longest
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, with the special tokens that the tokenizer puts around one."""
+        """Return the ids of `text`, with the special tokens that the tokenizer adds around a text."""
         if self.add_bos is None:
             return self.backend.encode(text, special=True)
         ids = self.backend.encode(text, special=False)
@@ -47,9 +47,9 @@ class Tokenizer:
         return self.backend.decode(ids)
 
     def render(self, messages: Sequence[Message], system_prompt: str | None = None) -> str:
-        """Return the conversation as the model's chat template writes it, open for the assistant's answer.
+        """Return the conversation rendered by the model's chat template, open for the assistant's answer.
 
-        Raises UsageError where the model has no template, or the template refuses the messages.
+        Raises UsageError if the model has no template, or the template refuses the messages.
         """
         if self.template is None:
             raise UsageError(
@@ -65,10 +65,10 @@ class Tokenizer:
         *,
         allow_special_tokens: bool = False,
     ) -> list[int]:
-        """Return the ids of `render`, whose special tokens are the template's own: none is added.
+        """Return the ids of `render`, with only the template's own special tokens.
 
-        The text of a special token that stands in a message is read as text, unless `allow_special_tokens`:
-        whoever writes a message cannot end it and write the next one's.
+        The text of a special token in a message is read as plain text, unless `allow_special_tokens`:
+        a message cannot end itself and begin the next one.
         """
         if not allow_special_tokens:
             masked = Masked([*messages, {"content": system_prompt}], self.backend.special_texts())

@@ -1,6 +1,6 @@
-"""The program that runs a worker's program, its first argument, and ends with the process that is its second.
+"""Runs a worker's program, the first argument, and ends when the process of the second argument ends.
 
-A pipe that closes says the same, but only to a program that reads it: this one may be at work on a question. It imports
+A closed pipe is noticed only by a program that reads it, and this one may be busy with a question. It imports
 nothing of this package.
 """
 
@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 
-EVERY = 0.2  # seconds between two looks
+EVERY = 0.2  # seconds between two checks
 
 
 def watch(process: int) -> None:
-    """End this process when `process` is no longer its parent, whatever the main thread is at."""
+    """End this process when `process` is no longer its parent, whatever the main thread does."""
     while os.getppid() == process:
         time.sleep(EVERY)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""A process beside this one that does for it what may hang, fill memory, or end: it is stopped, not this one."""
+"""A separate process for work that may hang, fill memory, or crash: it can be stopped safely."""
 
 import contextlib
 import json
@@ -22,15 +22,15 @@ _WATCHED = Path(__file__).with_name("watched.py")
 
 
 class Stopped(Exception):
-    """The worker gave no answer: it took too long, or it ended."""
+    """The worker did not answer: it took too long, or it ended."""
 
 
 class Worker:
     """Runs a program of this folder and asks it, in JSON over pipes; one question at a time.
 
-    It starts with the first question, and again after it was stopped. It is a plain program, not a copy of
+    It starts with the first question, and again after it was stopped. It is a plain program, not a fork of
     this process: it imports neither JAX nor the caller's main module, and a Ctrl-C does not reach it. It ends
-    with this process, whichever way that ends.
+    with this process, however that ends.
     """
 
     def __init__(self, program: str, opening: dict[str, Any]) -> None:
@@ -40,14 +40,14 @@ class Worker:
         self._owner = 0
 
     def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer. Raises Stopped where there is none within so many seconds."""
+        """Return the answer. Raises Stopped without one after `seconds`."""
         data = json.dumps(question).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise UsageError(f"The messages have {len(data)} bytes and at most {MAX_MESSAGE_BYTES} are read.")
         process = self._running()
         try:
             return _exchange(process, data, seconds)
-        except BaseException:  # a Ctrl-C too: an answer still to come would be taken for the next one's
+        except BaseException:  # a Ctrl-C too: a late answer would be taken for the next one
             self.close()
             raise
 
@@ -57,13 +57,13 @@ class Worker:
         self._finish()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """Return the process, started if need be. One that a parent started, and then forked, is not ours."""
+        """Return the process, started if necessary. One that a parent process started before a fork is not ours."""
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         self.close()
         if not sys.executable:
             raise UsageError("Python does not know its own program (sys.executable); run in an ordinary interpreter.")
-        # What this process can import, but nothing that lies beside the program or in the current folder.
+        # The paths that this process imports from, without the program's folder and the current one.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))}
         try:
             process = subprocess.Popen(
@@ -113,10 +113,10 @@ def _exchange(process: subprocess.Popen[bytes], data: bytes, seconds: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Stop a process and wait until it is gone; in a copy of the process that started it, do nothing.
+    """Stop a process and wait for its end; in a fork of the process that started it, do nothing.
 
-    The garbage collector may call this in a thread that is just asking for the state of the process, so it waits for no
-    lock, as `process.wait` does, and not for ever.
+    The garbage collector may call this in a thread that is polling the process, so it takes no
+    lock, unlike `process.wait`, and its wait is bounded.
     """
     if os.getpid() != owner:
         return
@@ -126,5 +126,5 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
             break
         time.sleep(0.001)
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):  # what it never read cannot be written any more
+        with contextlib.suppress(OSError):  # unread input cannot be flushed any more
             stream.close()  # pyright: ignore[reportOptionalMemberAccess]

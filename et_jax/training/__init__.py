@@ -1,7 +1,7 @@
-"""Training of the bundled models, and of a small mixture of experts. Nothing that decodes imports this package.
+"""Training of the bundled models, and of a small mixture of experts. The decoder does not import this package.
 
     corpus, mixture -> loop (schedule, loss, balance, distillation) -> export, card or student_card
 
-`recipe` has the settings that made them and `settings` what a run is; `probe` asks the tasks during training, `ngram`
-is the yardstick, `compact` the state that is kept beside the code.
+`recipe` has the settings of the trained models and `settings` those of a run; `probe` evaluates the tasks during
+training, `ngram` is the baseline, `compact` stores a training state in few bytes.
 """

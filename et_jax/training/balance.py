@@ -1,4 +1,4 @@
-"""The experts of a mixture in training: every one with every token, and the loss that spreads tokens over them."""
+"""The experts of a mixture in training: dense products, and the loss that balances the load."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from et_jax.models.experts import Choice, Experts, choose, gate, mixed
 
 
 def load_balance(probability: Float[Array, "n e"], choice: Choice) -> Float[Array, ""]:
-    """Return e sum_i f_i P_i of `e` experts: 1 where tokens are spread evenly, at most `e`.
+    """Return e sum_i f_i P_i of `e` experts: 1 for an even load, at most `e`.
 
-    f_i is the share of the choices that fall on expert i, P_i its mean probability, which alone has a gradient (Fedus
-    et al. 2021, equations 4 to 6, where a token has one choice).
+    f_i is the share of the routing choices for expert i, P_i its mean probability, which has the only gradient (Fedus
+    et al. 2021, equations 4 to 6, for one choice per token).
     """
     num_experts = probability.shape[-1]
     share = jax.nn.one_hot(choice.expert, num_experts).mean(axis=(0, 1))
@@ -22,7 +22,7 @@ def load_balance(probability: Float[Array, "n e"], choice: Choice) -> Float[Arra
 
 
 def mix(config: ExpertConfig, layer: int, experts: Experts, x: Float[Array, "b t w"], memory: Any) -> tuple[Array, Any]:
-    """Return what a layer's experts make of tokens as trained, and `memory`, a sum, with the layer's load balance."""
+    """Return the output of a layer's experts as trained, and `memory`, a sum, plus the layer's load balance."""
     flat = x.reshape(-1, x.shape[-1])
     probability = gate(experts, flat)
     choice = choose(config, probability)

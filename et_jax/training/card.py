@@ -1,4 +1,4 @@
-"""The model card: measures a checkpoint on all held-out text and says what was measured."""
+"""The model card: measures a checkpoint on all held-out text and writes the results."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from et_jax.training.loop import evaluate
 from et_jax.training.schedule import Curriculum
 from et_jax.training.settings import Settings
 
-SHORT_STEPS = 2070  # of the training on novels alone, with which the one for long contexts began
+SHORT_STEPS = 2070  # of the first training, on novels only, which the one for long contexts continues
 BUCKETS = (0, 16, 64, 256, 512, 1024, 1536, 2048)  # positions between which the loss is averaged
 
 CARD = string.Template("""\
@@ -132,7 +132,7 @@ def measure(params: Params, settings: Settings, held_out: corpus.Tokens) -> Figu
 
 
 def hours(log: Path) -> float:
-    """Return the wall time that a log tells of, hours, summed over the times that the run was resumed."""
+    """Return the wall time in a log, hours, summed over resumed runs."""
     minutes = [json.loads(line)["minutes"] for line in log.read_text().splitlines()]
     ends = [now for now, later in zip(minutes, [*minutes[1:], 0.0], strict=True) if later < now]
     return sum(ends) / 60
@@ -140,9 +140,9 @@ def hours(log: Path) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run: its folder, its last step, what it ran on, and what else should be told of it.
+    """A finished run: its folder, its last step, its hardware, and further facts for the card.
 
-    `history` is a paragraph, or empty; `accuracy` is what `et_jax.evaluate --json` wrote of the model, or None.
+    `history` is a paragraph, or empty; `accuracy` is the output of `et_jax.evaluate --json` for the model, or None.
     """
 
     folder: Path
@@ -153,7 +153,7 @@ class Run:
 
 
 def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.Tokens, card: Path) -> None:
-    """Write the model card; the yardstick is read from `ngram.json` in the run's folder."""
+    """Write the model card; the baseline is read from `ngram.json` in the run's folder."""
     yardstick = run.folder / "ngram.json"
     if not yardstick.exists():
         raise UsageError(
@@ -168,10 +168,10 @@ def write_card(figures: Figures, settings: Settings, run: Run, held_out: corpus.
 
 
 def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, str]:
-    """Return what any card says of the model's shape, its data and its training."""
-    notes = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
+    """Return the texts of any card on the model's shape, its data and its training."""
+    facts = {side: json.loads((run.folder / "data" / f"{side}.json").read_text()) for side in ("train", "held_out")}
     model = settings.model
-    return _training(settings, run, notes["train"]["starts"][-1]) | {
+    return _training(settings, run, facts["train"]["starts"][-1]) | {
         "layers": f"{model.num_layers} layers of width {model.hidden_size}",
         "heads": f"{model.num_heads} query heads on {model.num_kv_heads} key-value heads of {model.head_dim}",
         "ffn": str(model.intermediate_size),
@@ -181,13 +181,13 @@ def texts(settings: Settings, run: Run, held_out: corpus.Tokens) -> dict[str, st
         "context": str(model.max_positions),
         "base": f"{model.rope_theta:,.0f}",
         "end": f"`{corpus.END_OF_TEXT}` (id {corpus.END_ID})",
-        "works": str(sum(len(side["works"]) for side in notes.values())),
-        "held_out": ", ".join(Path(name).stem for name in notes["held_out"]["works"]),
+        "works": str(sum(len(side["works"]) for side in facts.values())),
+        "held_out": ", ".join(Path(name).stem for name in facts["held_out"]["works"]),
     }
 
 
 def _losses(figures: Figures, settings: Settings, held_out: corpus.Tokens, ngram: dict[str, Any]) -> dict[str, str]:
-    """What the card says of the loss on held-out text."""
+    """Return the card's figures on the loss on held-out text."""
     ratio = len(held_out.ids) / held_out.num_bytes
     longest = settings.schedule.lengths[-1]
     nats = figures.per_token[longest]
@@ -210,7 +210,7 @@ def _losses(figures: Figures, settings: Settings, held_out: corpus.Tokens, ngram
 
 
 def _training(settings: Settings, run: Run, num_tokens: int) -> dict[str, str]:
-    """What the card says of data, rows and rates."""
+    """Return the card's texts on data, rows and rates."""
     schedule, mixture = settings.schedule, settings.mixture
     per_step = settings.windows_per_step * settings.window
     tokens = run.step * per_step / 1e6
@@ -261,7 +261,7 @@ def _commands(settings: Settings, step: int) -> list[str]:
 
 
 def _recall(report: dict[str, Any]) -> str:
-    """The card's section on tasks, from what `et_jax.evaluate --json` wrote."""
+    """Return the card's section on tasks, from the output of `et_jax.evaluate --json`."""
     rows = report["summary"]
     depths = sorted({row["depth"] for row in rows})
     lines = [f"| task | length | all | {' | '.join(f'depth {depth:g}' for depth in depths)} |"]

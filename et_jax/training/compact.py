@@ -1,7 +1,7 @@
-"""A training state in few bytes, to be kept beside the code: weights in float32, the optimizer's memory in bfloat16.
+"""A training state in few bytes, stored beside the code: weights in float32, the optimizer's memory in bfloat16.
 
-To continue from it is to continue the run but for the rounding of that memory: its averages forget
-within some tens of steps, its weights are as they were.
+Continuing from it continues the run up to the rounding of that memory: its averages decay
+within some tens of steps, and its weights are exact.
 """
 
 import json
@@ -22,7 +22,7 @@ _FILES = {"params": "weights.safetensors", "optimizer": "optimizer.safetensors"}
 
 
 def write(state: TrainState, step: int, folder: Path) -> int:
-    """Write a state after `step` steps; return the bytes it takes."""
+    """Write a state after `step` steps; return its size in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, file in _FILES.items():
         leaves = _named(getattr(state, part))
@@ -34,7 +34,7 @@ def write(state: TrainState, step: int, folder: Path) -> int:
 
 
 def read(folder: Path, settings: Settings) -> tuple[TrainState, int]:
-    """Return the state and the steps it has had, of a run with these settings.
+    """Return the state and its number of steps, of a run with these settings.
 
     Raises UsageError for a folder without a state, or with that of another model.
     """
@@ -54,7 +54,7 @@ def read(folder: Path, settings: Settings) -> tuple[TrainState, int]:
 
 
 def is_state(folder: Path) -> bool:
-    """Return whether a folder holds a training state rather than a model."""
+    """Return whether a folder has a training state rather than a model."""
     return (folder / _FILES["optimizer"]).exists()
 
 

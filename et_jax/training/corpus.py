@@ -1,4 +1,4 @@
-"""Text to token files: the split by work, the tokenizer, the cached tokens, the order of the windows."""
+"""From text to token files: the split by work, the tokenizer, the cached tokens, the order of the windows."""
 
 import dataclasses
 import hashlib
@@ -18,12 +18,12 @@ from et_jax.errors import UsageError
 END_OF_TEXT = "<|endoftext|>"
 END_ID = 0  # begins and ends every work; fixed, since special tokens are numbered first
 HELD_OUT_SHARE = 0.025  # of the works
-WINDOW = 2048  # tokens: the longest row, and the grain in which the corpus is shuffled
+WINDOW = 2048  # tokens: the longest row, and the unit in which the corpus is shuffled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of tokens to read, the token that follows each, and which of those count."""
+    """Rows of input tokens, the token that follows each, and which of those count."""
 
     inputs: Int32[np.ndarray, "b t"]
     targets: Int32[np.ndarray, "b t"]
@@ -34,8 +34,8 @@ class Rows:
 class Tokens:
     """The tokens of one side of the split, works end to end, each closed by END_ID.
 
-    `starts` holds the first index of every work and, last, the number of tokens; `num_bytes` the UTF-8
-    bytes of the text they stand for.
+    `starts` has the first index of every work and, last, the number of tokens; `num_bytes` the UTF-8
+    bytes of their text.
     """
 
     ids: UInt16[np.ndarray, " n"]
@@ -62,8 +62,8 @@ def read_works(path: Path) -> dict[str, str]:
 def split(names: Iterable[str], share: float = HELD_OUT_SHARE) -> tuple[list[str], list[str]]:
     """Return the names of the training works and of the held-out works, each sorted.
 
-    Held out are those whose SHA-256 is smallest: a rule that looks at no text and keeps the choice when
-    works are added.
+    The works with the smallest SHA-256 of their names are held out: a rule independent of the texts, which stays valid
+    when works are added.
     """
     ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     count = max(1, round(share * len(ranked)))
@@ -97,7 +97,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
-    """Return the tokens of the works `texts`, in their order."""
+    """Return the tokens of the works `texts`, in order."""
     parts, starts = [], [0]
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -110,7 +110,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokens:
 def prepare(
     corpus: Path, folder: Path, vocab_size: int, tokenizer: Tokenizer | None = None
 ) -> tuple[Tokenizer, Tokens, Tokens]:
-    """Return the tokenizer, the training tokens and the held-out tokens, made once and kept in `folder`.
+    """Return the tokenizer, the training tokens and the held-out tokens, created once and stored in `folder`.
 
     Without a `tokenizer` one of `vocab_size` tokens is trained on the training works.
     """
@@ -122,7 +122,7 @@ def prepare(
         tokenizer = tokenizer or train_tokenizer((works[name] for name in sides["train"]), vocab_size)
         for side, names in sides.items():
             _save(encode(tokenizer, [works[name] for name in names]), names, folder / side)
-        tokenizer.save(str(tokenizer_file))  # last, so that its presence says that all is there
+        tokenizer.save(str(tokenizer_file))  # last: its presence means that all files are complete
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     if tokenizer.get_vocab_size() != vocab_size:
         raise UsageError(
@@ -133,14 +133,14 @@ def prepare(
 
 def _save(tokens: Tokens, names: Sequence[str], path: Path) -> None:
     np.save(path.with_suffix(".npy"), tokens.ids)
-    notes = {"works": list(names), "starts": tokens.starts, "num_bytes": tokens.num_bytes}
-    path.with_suffix(".json").write_text(json.dumps(notes, indent=1))
+    facts = {"works": list(names), "starts": tokens.starts, "num_bytes": tokens.num_bytes}
+    path.with_suffix(".json").write_text(json.dumps(facts, indent=1))
 
 
 def _load(path: Path) -> Tokens:
-    notes = json.loads(path.with_suffix(".json").read_text())
+    facts = json.loads(path.with_suffix(".json").read_text())
     ids = np.load(path.with_suffix(".npy"), mmap_mode="r")
-    return Tokens(ids=ids, starts=tuple(notes["starts"]), num_bytes=notes["num_bytes"])
+    return Tokens(ids=ids, starts=tuple(facts["starts"]), num_bytes=facts["num_bytes"])
 
 
 def window_starts(tokens: Tokens, seed: int, epoch: int, window: int = WINDOW) -> Int64[np.ndarray, " n"]:
@@ -159,7 +159,7 @@ def window_starts(tokens: Tokens, seed: int, epoch: int, window: int = WINDOW) -
 def training_rows(tokens: Tokens, seed: int, step: int, num_windows: int, length: int, window: int = WINDOW) -> Rows:
     """Return the rows of training step `step`: `num_windows` windows, each cut into rows of `length` tokens.
 
-    The windows depend on `seed` and `step` alone: a resumed run continues in the same order, and a change
+    The windows depend only on `seed` and `step`: a resumed run continues in the same order, and a change
     of `length` changes no window.
     """
     per_epoch = len(window_starts(tokens, seed, 0, window)) // num_windows
@@ -181,12 +181,12 @@ def held_out_rows(tokens: Tokens, length: int) -> Rows:
 
 def spread(rows: Rows, count: int) -> Rows:
     """Return `count` of the rows, spread evenly from the first to the last."""
-    chosen = np.linspace(0, len(rows.inputs) - 1, count).astype(int)
-    return Rows(inputs=rows.inputs[chosen], targets=rows.targets[chosen], target_mask=rows.target_mask[chosen])
+    selected = np.linspace(0, len(rows.inputs) - 1, count).astype(int)
+    return Rows(inputs=rows.inputs[selected], targets=rows.targets[selected], target_mask=rows.target_mask[selected])
 
 
 def _rows(targets: np.ndarray, mask: np.ndarray) -> Rows:
-    """Rows read behind END_ID, as a prompt is."""
+    """Return rows that begin with END_ID, like a prompt."""
     targets = targets.astype(np.int32)
     inputs = np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=END_ID)
     return Rows(inputs=inputs, targets=targets, target_mask=mask)

@@ -1,4 +1,4 @@
-"""A model to learn from: read and checked, the start that its embedding gives, and how near a student has come."""
+"""A teacher model: loading and checks, the student's initial embedding, and the agreement of a student with it."""
 
 import functools
 from pathlib import Path
@@ -18,12 +18,12 @@ from et_jax.training import corpus, loss
 from et_jax.training.settings import Settings
 from et_jax.types import pytree, replace, static
 
-FIRST_NORM = 0.3  # of a student: with it a run was further after 120 steps than with 0.1, or from random weights
+FIRST_NORM = 0.3  # of a student: after 120 steps its loss was lower than with 0.1, or from random weights
 
 
 @pytree
 class Teacher:
-    """A model to learn from: its shape and its stacked weights, bfloat16."""
+    """A teacher model: its shape and its stacked weights, bfloat16."""
 
     config: ModelConfig = static()
     params: Params
@@ -32,7 +32,7 @@ class Teacher:
 def read_teacher(folder: Path, settings: Settings) -> tuple[Teacher, Tokenizer]:
     """Return the model in `folder` as the teacher of a run with these settings, and its tokenizer.
 
-    Raises UsageError for one of another vocabulary or a shorter context, or that cannot be run as it is trained.
+    Raises UsageError for one of another vocabulary or a shorter context, or that the training cannot run.
     """
     config, params = checkpoint.load(folder)
     if config.vocab_size != settings.model.vocab_size:
@@ -54,17 +54,17 @@ def read_teacher(folder: Path, settings: Settings) -> tuple[Teacher, Tokenizer]:
 
 
 def check_tokens(taught: Tokenizer, tokenizer: Tokenizer) -> None:
-    """Raise UsageError where a run's tokens are not those of its teacher."""
+    """Raise UsageError if a run's tokens are not those of its teacher."""
     if taught.to_str() != tokenizer.to_str():
         raise UsageError("The run's tokens are of another tokenizer than the teacher's; choose another folder for it.")
 
 
 def projected(params: Params, teacher: Teacher) -> Params:
-    """Return stacked `params` with the embedding that, of all of its width, comes nearest to the teacher's.
+    """Return stacked `params` with the embedding that best approximates the teacher's in its width.
 
-    These are the first principal directions of the teacher's embedding times its final norm, which makes its logits.
-    The student's own norm begins small: its residual stream begins as the token read, and without the layers' work
-    it would be sure of that token again.
+    It consists of the first principal directions of the teacher's embedding times its final norm, which yields logits.
+    The student's own norm begins small: its residual stream begins as the input token, and without the layers' output
+    it would predict that token again with certainty.
     """
     width = params.embedding.shape[1]
     taught = np.asarray(teacher.params.embedding.array, np.float64) * np.asarray(teacher.params.final_norm, np.float64)
@@ -78,10 +78,10 @@ NEARNESS = ("divergence", "overlap", "greedy")
 
 @pytree
 class Agreement:
-    """How near a student is to its teacher at every position.
+    """The agreement of a student with its teacher at every position.
 
-    `divergence` is KL(teacher || student), nats; `overlap` is the sum of min(p, q), the share of the student's
-    draws that speculative decoding accepts; `greedy` is one where both have the same likeliest token.
+    `divergence` is KL(teacher || student), nats; `overlap` is the sum of min(p, q), the acceptance rate of the
+    student's drafts in speculative decoding; `greedy` is one if both have the same likeliest token.
     """
 
     divergence: Float[Array | np.ndarray, "b t"]
@@ -109,7 +109,7 @@ def _agreement(params: Params, config: ModelConfig, teacher: Teacher, inputs: Ar
 def agreement(
     params: Params, settings: Settings, teacher: Teacher, rows: corpus.Rows, batch_tokens: int = 8192
 ) -> Agreement:
-    """Return how near stacked `params` are to the teacher at every position of `rows`, zero where the mask is not."""
+    """Return the agreement of stacked `params` with the teacher at every position of `rows`, zero outside the mask."""
     size = max(1, batch_tokens // rows.inputs.shape[1])
     parts = []
     for begin in range(0, len(rows.inputs), size):

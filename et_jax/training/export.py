@@ -16,7 +16,7 @@ from et_jax.training.loss import unstack
 
 
 def export(params: Params, config: ModelConfig, tokenizer: Tokenizer, folder: Path) -> int:
-    """Write stacked `params` and all that goes with them except the model card; return the bytes it takes."""
+    """Write stacked `params` and the files of the model except the model card; return their size in bytes."""
     weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), unstack(params))
     write_hugging_face(folder, config, weights)
     tokenizer.save(str(folder / "tokenizer.json"))

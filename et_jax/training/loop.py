@@ -1,4 +1,4 @@
-"""The training loop: optimizer, checkpoints that a kill leaves whole, progress, the deadline."""
+"""The training loop: optimizer, atomic checkpoints, progress, the deadline."""
 
 import collections
 import contextlib
@@ -30,7 +30,7 @@ from et_jax.training.mixture import Batch, mixed_rows
 from et_jax.training.settings import Settings
 from et_jax.types import pytree
 
-MARKS = 11  # reports over which the pace is averaged when the end is planned
+MARKS = 11  # reports over which the pace is averaged to plan the end
 
 
 @pytree
@@ -73,7 +73,7 @@ def initial_state(settings: Settings) -> TrainState:
 
 
 def start_beside(teacher: Teacher, settings: Settings) -> tuple[TrainState, int]:
-    """Return the start of a student: random layers, an embedding drawn from its teacher's, after no steps."""
+    """Return the start of a student: random layers, an embedding derived from its teacher's, after no steps."""
     params = projected(initial_state(settings).params, teacher)
     return TrainState(params=params, optimizer=optimizer(settings).init(params)), 0
 
@@ -97,7 +97,7 @@ def train_step(
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token.
 
-    That is the divergence from the teacher where there is one; with either, the load balance of experts.
+    With a teacher the loss is the divergence from it; both losses include the load balance of experts.
     """
 
     def value_of(params: Params) -> Float[Array, ""]:
@@ -114,7 +114,7 @@ def train_step(
 
 
 def evaluate(params: Params, settings: Settings, rows: corpus.Rows, batch_tokens: int = 8192) -> np.ndarray:
-    """Return -log p of every target of `rows`, nats, zero where the mask says that it does not count."""
+    """Return -log p of every target of `rows`, nats, zero outside the mask."""
     size = max(1, batch_tokens // rows.inputs.shape[1])
     parts = []
     for begin in range(0, len(rows.inputs), size):
@@ -140,10 +140,10 @@ def train(
 ) -> int:
     """Train to the end, or until SIGTERM, from the last checkpoint in `folder`; return the steps done.
 
-    Without a checkpoint it begins with `start`, a state and the steps it has had, or from random weights.
+    Without a checkpoint it begins with `start`, a state and its number of steps, or from random weights.
     The tasks of a mixture need the `tokenizer` that made the tokens, and settings of a student its `teacher`.
     With `steps` the run is reproducible; with `minutes` of wall time the number of steps is planned while
-    the learning rate is still constant, written to the log and to the checkpoints, and reproducible by it.
+    the learning rate is still constant, written to the log and to the checkpoints, and reproduces the run.
     """
     if (steps is None) == (minutes is None):
         raise UsageError("Give either --steps or --minutes, so that the training knows when to end.")
@@ -164,7 +164,7 @@ def train(
             state, value = train_step(
                 state, settings, rows.inputs, rows.targets, np.float32(factor), rows.weights, rows.segments, teacher
             )
-            recent.append(float(value))  # waits, so that clocks and signals see finished steps only
+            recent.append(float(value))  # waits for the step, so that clocks and signals see only finished ones
             step += 1
             last = step == steps
             bar.update(task, completed=step, total=steps)
@@ -190,7 +190,7 @@ def train(
 
 @contextlib.contextmanager
 def _asked() -> Iterator[list[int]]:
-    """A list that is no longer empty once SIGTERM has asked to end."""
+    """Yield a list that becomes non-empty once SIGTERM has requested the end."""
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
@@ -210,7 +210,7 @@ def _rows(settings: Settings, tokens: corpus.Tokens, tokenizer: Tokenizer | None
 def _held_out_figures(
     params: Params, settings: Settings, held_out: corpus.Tokens, length: int, teacher: Teacher | None
 ) -> dict[str, float]:
-    """Mean loss, and agreement with a teacher, on rows spread evenly over the held-out works."""
+    """Return the mean loss, and the agreement with a teacher, on rows spread evenly over the held-out works."""
     length = settings.evaluated_length or length
     rows = corpus.spread(corpus.held_out_rows(held_out, length), max(1, settings.evaluated_tokens // length))
     nats = float(evaluate(params, settings, rows).sum() / rows.target_mask.sum())
@@ -224,7 +224,7 @@ def _held_out_figures(
 def _task_figures(
     params: Params, settings: Settings, held_out: corpus.Tokens, tokenizer: Tokenizer, length: int
 ) -> dict[str, float]:
-    """The share of right answers of every task."""
+    """Return the share of right answers of every task."""
     length = min(length, settings.probed_length)
     given = probe.probe(tokenizer, held_out, length, settings.probed_rows, settings.probed_pairs)
     return {f"accuracy/{task}": share for task, share in probe.accuracy(params, settings, given).items()}
@@ -238,7 +238,7 @@ def _manager(folder: Path) -> ocp.CheckpointManager:
 
 
 def _save(manager: ocp.CheckpointManager, state: TrainState, step: int, steps: int | None) -> None:
-    """Write a checkpoint under a temporary name, renamed when whole."""
+    """Write a checkpoint under a temporary name, renamed when complete."""
     if step in manager.all_steps():
         return
     leaves = ocp.args.StandardSave(jax.tree.leaves(state))  # type: ignore[call-arg]
@@ -248,7 +248,7 @@ def _save(manager: ocp.CheckpointManager, state: TrainState, step: int, steps: i
 def _resume(
     manager: ocp.CheckpointManager, settings: Settings, start: tuple[TrainState, int] | None = None
 ) -> tuple[TrainState, int, int | None]:
-    """The last checkpoint's state, steps done and planned number of steps, or `start`, or a fresh start."""
+    """Return the last checkpoint's state, steps done and planned number of steps, or `start`, or a new start."""
     state, done = start or (initial_state(settings), 0)
     step = manager.latest_step()
     if step is None:
@@ -280,7 +280,7 @@ def _progress() -> Progress:
 
 
 def _report(log: TextIO, bar: Progress, record: dict[str, Any]) -> None:
-    """One line for people, one for programs."""
+    """Print a line for people and write one for programs."""
     log.write(json.dumps(record) + "\n")
     log.flush()
     words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in record.items()]

@@ -1,6 +1,6 @@
 """The training losses: cross-entropy, or divergence from a teacher, and the load balance of experts.
 
-Attention is dense and causal; neighbouring layers that are alike run under one scan.
+Attention is dense and causal; equal neighbouring layers run in one scan.
 """
 
 import functools
@@ -22,8 +22,8 @@ from et_jax.softmax import Softmax
 from et_jax.training import balance as balancing
 from et_jax.types import replace
 
-HEAD_CHUNK = 512  # rows whose logits are held at a time: 8 MB at 4096 tokens
-QUERY_CHUNK = 128  # queries scored at a time; each chunk meets only the keys up to its own end
+HEAD_CHUNK = 512  # rows whose logits exist at a time: 8 MB at 4096 tokens
+QUERY_CHUNK = 128  # queries scored at a time; each chunk uses only the keys up to its own end
 
 
 def causal_attend(
@@ -36,8 +36,8 @@ def causal_attend(
 ) -> tuple[Float[Array, "b t h d"], Any]:
     """Return softmax(scale q k^T) v over each position's past, or its window, and itself; `memory` passes through.
 
-    `memory` is the segment of every position, "b t", or None where a row is one segment: documents packed
-    into a row do not see each other. Query heads that share a KV head are folded into the rows of one
+    `memory` is the segment of every position, "b t", or None if a row is one segment: documents packed
+    into a row do not attend to each other. Query heads that share a KV head are folded into the rows of one
     batched product.
     """
     b, t, h, d = q.shape
@@ -53,10 +53,10 @@ def causal_attend(
         scores = (
             jnp.einsum("xqd,xtd->xqt", rows, keys[:, first:end], preferred_element_type=jnp.float32) * softmax.scale
         )
-        kept = jnp.tile(_seen(memory, first, begin, end, softmax.window), (1, h // kv_heads, 1))
+        visible = jnp.tile(_seen(memory, first, begin, end, softmax.window), (1, h // kv_heads, 1))
         if memory is not None:
-            kept = jnp.repeat(kept, kv_heads, axis=0)
-        weights = jax.nn.softmax(jnp.where(kept, scores, -jnp.inf), axis=-1).astype(v.dtype)
+            visible = jnp.repeat(visible, kv_heads, axis=0)
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
         mixed = jnp.einsum("xqt,xtd->xqd", weights, values[:, first:end], preferred_element_type=jnp.float32)
         outs.append(mixed.astype(v.dtype).reshape(b, kv_heads, h // kv_heads, end - begin, d))
     out = jnp.concatenate(outs, axis=3)
@@ -66,7 +66,7 @@ def causal_attend(
 def _seen(
     segments: Int[Array, "b t"] | None, first: int, begin: int, end: int, window: int | None
 ) -> Bool[Array, "c q k"]:
-    """Which keys from `first` to `end` the queries from `begin` on see; `c` is the rows, or 1 where all are alike."""
+    """Return which keys from `first` to `end` the queries from `begin` see; `c` is the rows, 1 if all are equal."""
     behind = jnp.arange(begin, end)[:, None] - jnp.arange(first, end)
     past = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
     if segments is None:
@@ -75,7 +75,7 @@ def _seen(
 
 
 def runs(config: ModelConfig) -> tuple[range, ...]:
-    """Return the layers, in runs of neighbours that are alike: in window, rotation, and whether they mix experts."""
+    """Return the layers in runs of equal neighbours: in window, rotation, and whether they mix experts."""
     mixes = (False,) * config.num_layers if config.experts is None else config.experts.layers
     kinds = [(config.softmax(layer), config.rope(layer), mixes[layer]) for layer in range(config.num_layers)]
     found = [list(run) for _, run in itertools.groupby(range(config.num_layers), kinds.__getitem__)]
@@ -89,7 +89,7 @@ def stack(params: Params, config: ModelConfig) -> Params:
 
 
 def unstack(params: Params) -> Params:
-    """Return stacked `params` with one LayerParams per layer, as `forward` takes them."""
+    """Return stacked `params` with one LayerParams per layer, in the form of `forward`."""
     apart = [
         jax.tree.map(operator.itemgetter(i), layers)
         for layers in params.layers
@@ -103,7 +103,7 @@ def hidden_states(
 ) -> Float[Array, "b t w"]:
     """Return the normed states that the output matrix reads, bfloat16, from stacked `params`.
 
-    Positions run through a row whatever its segments: rotary attention knows only their differences. Raises ValueError
+    Positions run through a row whatever its segments: rotary attention depends only on differences. Raises ValueError
     for a model with caps, or whose logits are more than a product of these states.
     """
     return _states_and_balance(params, config, inputs, segments)[0]
@@ -112,7 +112,7 @@ def hidden_states(
 def _states_and_balance(
     params: Params, config: ModelConfig, inputs: Int[Array, "b t"], segments: Int[Array, "b t"] | None
 ) -> tuple[Float[Array, "b t w"], Float[Array, ""]]:
-    """The hidden states, and the load balance of the experts, the mean over the layers that have any."""
+    """Return the hidden states, and the load balance of the experts, the mean over the layers that have any."""
     if not is_plain(config):
         raise ValueError("config: got caps or a divisor of the logits, wanted a model without")
     b, t = inputs.shape
@@ -136,7 +136,7 @@ def _states_and_balance(
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether the loss serves such a model: no cap, sink or divisor."""
+    """Return whether the loss supports such a model: no cap, sink or divisor."""
     capped = config.score_cap is not None or config.logit_cap is not None
     return not capped and not config.sinks and config.logit_divisor == 1
 
@@ -176,9 +176,9 @@ def mean_loss(
     segments: Int[Array, "b t"] | None = None,
     balance: float = 0.0,
 ) -> Float[Array, ""]:
-    """Return the mean of `token_losses`, each counted as `weights` says, cheap to differentiate.
+    """Return the mean of `token_losses`, weighted by `weights`, with a cheap gradient.
 
-    With it, `balance` times the load balance of the experts, which takes all positions alike.
+    It adds `balance` times the load balance of the experts, which weights all positions equally.
     """
     x, load = _states_and_balance(params, config, inputs, segments)
     mean = _weighed_mean(
@@ -197,10 +197,10 @@ def mean_divergence(
     segments: Int[Array, "b t"] | None = None,
     balance: float = 0.0,
 ) -> Float[Array, ""]:
-    """Return the mean of KL(teacher || model) over all positions, nats, each counted as `weights` says.
+    """Return the mean of KL(teacher || model) over all positions, nats, weighted by `weights`.
 
     Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms). `balance`
-    counts as in `mean_loss`.
+    is as in `mean_loss`.
     """
     x, load = _states_and_balance(params, config, inputs, segments)
     taught = hidden_states(teacher, teacher_config, inputs, segments)
@@ -222,9 +222,9 @@ def _weighed_mean(
     others: tuple[Array, ...],
     counts: Float[Array, " n"],
 ) -> Float[Array, ""]:
-    """Mean over the rows, each counted `counts` times, of the losses that `judge` finds, and by the errors it finds.
+    """Return the mean over the rows, weighted by `counts`, of the losses from `judge`, with its errors as gradient.
 
-    `judge` is given the weight, a chunk of `x` and of each of `rows`, and all of `others`.
+    `judge` receives the weight, a chunk of `x` and of each of `rows`, and all of `others`.
     """
     return _weighed_mean_forward(judge, x, weight, rows, others, counts)[0]
 
@@ -237,7 +237,7 @@ def _weighed_mean_forward(
     others: tuple[Array, ...],
     counts: Array,
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The loss and its two gradients in one pass: the logits live for one chunk of rows and are made once."""
+    """Return the loss and its two gradients from one pass: the logits of one chunk of rows exist at a time."""
     cast = weight.astype(jnp.bfloat16)
 
     def body(weight_grad: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
@@ -258,7 +258,7 @@ def _weighed_mean_forward(
 def _weighed_mean_backward(
     judge: Callable[..., tuple[Array, Array]], gradients: tuple[Array, Array, Array], upstream: Array
 ) -> tuple[Array, Array, None, None, Array]:
-    x_grad, weight_grad, no_grad = gradients  # what a target is and counts is given, not learned
+    x_grad, weight_grad, no_grad = gradients  # targets and counts are not learned
     return x_grad * upstream.astype(x_grad.dtype), weight_grad * upstream.astype(weight_grad.dtype), None, None, no_grad
 
 
@@ -266,7 +266,7 @@ _weighed_mean.defvjp(_weighed_mean_forward, _weighed_mean_backward)
 
 
 def _losses_and_errors(weight: Array, x: Array, targets: Array) -> tuple[Array, Array]:
-    """-log p(target) of each row, and softmax minus one-hot, its gradient by the logits."""
+    """Return -log p(target) of each row, and softmax minus one-hot, its gradient with respect to the logits."""
     scores = jnp.einsum("ni,oi->no", x, weight, preferred_element_type=jnp.float32)
     log_normaliser = jax.nn.logsumexp(scores, axis=-1)
     losses = log_normaliser - jnp.take_along_axis(scores, targets[:, None], axis=-1)[:, 0]
@@ -274,7 +274,7 @@ def _losses_and_errors(weight: Array, x: Array, targets: Array) -> tuple[Array, 
 
 
 def _divergences_and_errors(weight: Array, x: Array, taught: Array, teacher: Array) -> tuple[Array, Array]:
-    """KL(teacher || model) of each row, and q - p, its gradient by the model's logits."""
+    """Return KL(teacher || model) of each row, and q - p, its gradient with respect to the model's logits."""
     log_p, log_q = log_probabilities(teacher, taught), log_probabilities(weight, x)
     p = jnp.exp(log_p)
     return (p * (log_p - log_q)).sum(axis=-1), jnp.exp(log_q) - p
@@ -286,6 +286,6 @@ def log_probabilities(weight: Float[Array, "v w"], x: Float[Array, "n w"]) -> Fl
 
 
 def in_chunks(*arrays: Array) -> tuple[Array, ...]:
-    """Return arrays of as many rows, each cut into chunks of at most `HEAD_CHUNK`."""
+    """Return arrays with equal numbers of rows, each cut into chunks of at most `HEAD_CHUNK`."""
     rows = math.gcd(len(arrays[0]), HEAD_CHUNK)
     return tuple(array.reshape(-1, rows, *array.shape[1:]) for array in arrays)

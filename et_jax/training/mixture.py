@@ -1,4 +1,4 @@
-"""Rows of novels and of tasks for one training step: documents packed into rows, their answers weighed more."""
+"""Rows of novels and of tasks for one training step: documents packed into rows, with weights for their answers."""
 
 import dataclasses
 import math
@@ -15,19 +15,19 @@ from et_jax.tasks.generators import document
 from et_jax.tasks.words import Vocabulary
 from et_jax.training import corpus
 
-SHORTEST = 96  # tokens of a document: every task fits into so many
-_HAY_WINDOWS = 2  # of the corpus, whose sentences the needles of one step are hidden in
-_PER_PAIR = {"multi_key": 20, "copying": 7, "tracing": 32}  # tokens that a key, its word and its question take
+SHORTEST = 96  # tokens of a document: every task fits
+_HAY_WINDOWS = 2  # of the corpus, whose sentences hide the needles of one step
+_PER_PAIR = {"multi_key": 20, "copying": 7, "tracing": 32}  # tokens of a key, its word and its question
 _MOST_TURNS = 32
 _WORD_TOKENS = 2  # of a name or a word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """How much of a step is tasks, which ones, and what their tokens count in the loss beside a novel's.
+    """The share and the kinds of tasks in a step, and the weights of their tokens relative to a novel's.
 
-    `task_shares` are (first step, share of the tokens that are tasks): much while the circuits for recall form,
-    less once they stand. `invented` is the share of task documents whose needles lie in invented sentences
+    `task_shares` are (first step, share of the tokens that are tasks): high while the circuits for recall form,
+    lower afterwards. `invented` is the share of task documents whose needles are hidden in invented sentences
     rather than in a novel's.
     """
 
@@ -49,7 +49,7 @@ class Mixture:
     def num_novels(self, step: int, num_windows: int) -> int:
         """Return how many of the windows of `step` are taken from novels.
 
-        Where the share of tasks is no whole number of windows, steps with more and with fewer take turns.
+        If the share of tasks is not an integer number of windows, steps with more and with fewer alternate.
         """
         share = [share for begin, share in self.task_shares if begin <= step][-1]
         before, after = (math.floor(share * num_windows * count) for count in (step, step + 1))
@@ -58,9 +58,9 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows to train on: a target counts `weights`, and a token sees those of its own segment only.
+    """Rows to train on: a target is weighted by `weights`, and a token attends only to its own segment.
 
-    None stands for equal weights, and for rows that are one segment each.
+    None means equal weights, and rows of one segment each.
     """
 
     inputs: Int32[np.ndarray, "b t"]
@@ -80,10 +80,10 @@ def mixed_rows(
     length: int,
     window: int = corpus.WINDOW,
 ) -> Batch:
-    """Return the rows of one step, novels first; they depend on the arguments alone."""
+    """Return the rows of one step, novels first; they depend only on the arguments."""
     num_novels = mixture.num_novels(step, num_windows)
     per_window = window // length
-    given = corpus.training_rows(tokens, seed, step, num_windows, length, window)  # so that no window comes twice
+    given = corpus.training_rows(tokens, seed, step, num_windows, length, window)  # so that no window is repeated
     inputs, targets = (y[: num_novels * per_window] for y in (given.inputs, given.targets))
     parts = [(inputs, targets, np.ones(inputs.shape, np.float32), np.zeros(inputs.shape, np.int32))]
     if num_novels < num_windows:
@@ -98,7 +98,7 @@ def mixed_rows(
 
 
 def haystack(tokens: corpus.Tokens, tokenizer: Tokenizer, random: np.random.Generator, window: int) -> list[str]:
-    """Return the sentences of a few places in the training works; the first and last of a place are cut and left."""
+    """Return the sentences of a few places in the training works, without the cut first and last one of a place."""
     found = []
     for start in random.integers(len(tokens.ids) - window, size=_HAY_WINDOWS):
         found += sentences(tokenizer.decode(tokens.ids[start : start + window].tolist()))[1:-1]
@@ -106,10 +106,10 @@ def haystack(tokens: corpus.Tokens, tokenizer: Tokenizer, random: np.random.Gene
 
 
 def vocabulary(hay: Sequence[str], tokenizer: Tokenizer) -> Vocabulary:
-    """Return the words of a step's sentences as names and words of the training split, those of two tokens at most.
+    """Return the words of a step's sentences as names and words of the training split, at most two tokens each.
 
-    So over the steps all such words of the novels are keys and answers, but for those of the test split. From
-    a short list a model learns which words are answers, and then gives no other. Passages may hold any words.
+    Over the steps all such words of the novels become keys and answers, except those of the test split. From
+    a short list a model learns which words are answers, and then outputs no other. Passages may have any words.
     """
     found = list(dict.fromkeys(re.findall(r"(?<= )[a-z]{3,}\b", "".join(hay))))
 
@@ -134,7 +134,7 @@ def documents(
     hay: Sequence[str],
     used: Vocabulary,
 ) -> list[Document]:
-    """Return documents of tasks that together fill a row of `length` tokens, drawn as the mixture says."""
+    """Return documents of tasks that together fill a row of `length` tokens, drawn by the mixture."""
     names, shares = zip(*mixture.tasks, strict=True)
     chances = np.array(shares) / sum(shares)
     found, left = [], length
@@ -167,7 +167,7 @@ def packed(
     hay: Sequence[str],
     used: Vocabulary,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return one row of documents: inputs, targets, weights, segments; each document reads behind END_ID."""
+    """Return one row of documents: inputs, targets, weights, segments; each document begins with END_ID."""
     inputs, targets = np.full(length, corpus.END_ID, np.int32), np.full(length, corpus.END_ID, np.int32)
     weights, segments = np.zeros(length, np.float32), np.zeros(length, np.int32)
     begin = 0
@@ -182,7 +182,7 @@ def packed(
 
 
 def encode(found: Document, tokenizer: Tokenizer, mixture: Mixture) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a document with all its answers, and what each counts."""
+    """Return the tokens of a document with all its answers, and the weight of each."""
     pieces = [(found.context, mixture.other_weight)]
     for turn in found.turns:
         pieces += [(turn.question, mixture.other_weight), (turn.answer, mixture.answer_weight), (".", 1.0)]

@@ -1,7 +1,7 @@
-"""An n-gram model over tokens, the yardstick of the bundled model: interpolated modified Kneser-Ney.
+"""An n-gram model over tokens, the baseline of the bundled model: interpolated modified Kneser-Ney.
 
 Chen & Goodman 1998, section 3: the highest order counts occurrences, every lower one the distinct tokens
-seen in front of a gram; each order takes one of three discounts from a count and gives what it took to
+before a gram; each order subtracts one of three discounts from a count and passes the remainder to
 the next lower order, down to the uniform distribution. An n-gram is one unsigned 64-bit number, its first
 token in the highest bits, so that counting is sorting.
 """
@@ -13,12 +13,12 @@ from jaxtyping import Float64, Integer, UInt64
 
 from et_jax.errors import UsageError
 
-FALLBACK_DISCOUNT = 0.75  # where an order has too few rare grams to estimate its own
+FALLBACK_DISCOUNT = 0.75  # if an order has too few rare grams to estimate its own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """One order: its grams, each with its discounted share of its context; its contexts, each with what is left."""
+    """One order: its grams, each with its discounted share of its context; its contexts, each with the remainder."""
 
     grams: UInt64[np.ndarray, " n"]
     shares: Float64[np.ndarray, " n"]
@@ -36,7 +36,7 @@ class NGramModel:
 
 
 def pack(ids: Integer[np.ndarray, " n"], order: int, bits: int, before: int) -> UInt64[np.ndarray, " n"]:
-    """Return the gram that ends at every token; `before` stands for the tokens in front of the first."""
+    """Return the gram that ends at every token; `before` replaces the tokens in front of the first."""
     padded = np.concatenate([np.full(order - 1, before), ids]).astype(np.uint64)
     grams = np.zeros(len(ids), np.uint64)
     for offset in range(order):
@@ -58,7 +58,7 @@ def fit(ids: Integer[np.ndarray, " n"], vocab_size: int, order: int, before: int
 
 
 def discounts(counts: Integer[np.ndarray, " n"]) -> Float64[np.ndarray, " 4"]:
-    """Return what to take from counts of 0, 1, 2 and 3 or more (Chen & Goodman 1998, equation 26)."""
+    """Return the discounts of counts of 0, 1, 2 and 3 or more (Chen & Goodman 1998, equation 26)."""
     n1, n2, n3, n4 = (float(np.count_nonzero(counts == i)) for i in range(1, 5))
     if min(n1, n2, n3, n4) == 0:
         return np.array([0.0] + [FALLBACK_DISCOUNT] * 3)

@@ -1,4 +1,4 @@
-"""How often the tasks are answered during training: teacher-forced, on examples of the test split."""
+"""The accuracy of the tasks during training: teacher-forced, on examples of the test split."""
 
 import dataclasses
 from collections.abc import Sequence

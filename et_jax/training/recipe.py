@@ -1,6 +1,6 @@
-"""The settings of the models trained here: shapes, training on novels, for long contexts, of a small one by a large.
+"""The settings of the models trained here: shapes, training on novels, for long contexts, and distillation.
 
-Beside the bundled models, a small mixture of experts and a dense model of as many weights as a token meets of it.
+Also a small mixture of experts and a dense model with as many weights as the mixture uses per token.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from et_jax.training.schedule import Curriculum, Schedule
 from et_jax.training.settings import Settings
 
 VOCAB_SIZE = 4096
-_GROWN, _STAGE = 1200, 200  # the step from which rows are longer than WINDOW, and those until they double again
+_GROWN, _STAGE = 1200, 200  # the step from which rows are longer than WINDOW, and the steps between doublings
 
 
 def bundled_config() -> ModelConfig:
@@ -21,7 +21,7 @@ def bundled_config() -> ModelConfig:
 
     Four wide layers rather than six narrow ones: on a CPU they train a fifth faster at the same size. The
     rotary base of 10,000 turns the slowest channel by a quarter radian over 2048 positions: enough for
-    lengths that were trained on, and no more was trained on.
+    the trained lengths.
     """
     layers = 4
     return ModelConfig(
@@ -44,12 +44,12 @@ def bundled_config() -> ModelConfig:
 
 
 def bundled_settings(seed: int = 0) -> Settings:
-    """Return the settings with which the bundled model is trained."""
+    """Return the training settings of the bundled model."""
     return Settings(model=bundled_config(), schedule=Schedule(), seed=seed)
 
 
 def long_settings(seed: int = 0, longest: int = WINDOW) -> Settings:
-    """Return the settings of the training for long contexts, which continues from a model of novels alone.
+    """Return the settings of the training for long contexts, which continues from a model of novels only.
 
     `longest` is the tokens of the last rows: more than 2048, by doubling, is for a GPU; further stages then
     follow, in windows of that length.
@@ -81,8 +81,8 @@ def long_settings(seed: int = 0, longest: int = WINDOW) -> Settings:
 def small_config() -> ModelConfig:
     """Return the shape of the small model of the bundled one's family: 0.6 M weights, 1.2 MB in bfloat16.
 
-    The embedding of the shared vocabulary takes two thirds of them. Two layers are the fewest that find something
-    again (one head marks what stood before each token, one of the next layer looks for it: Olsson et al. 2022).
+    The embedding of the shared vocabulary takes two thirds of them. Two layers are the fewest that can recall
+    (one head marks the token before each one, one of the next layer looks for it: Olsson et al. 2022).
     """
     layers = 2
     return dataclasses.replace(
@@ -99,7 +99,7 @@ def small_config() -> ModelConfig:
 
 
 def small_settings(seed: int = 0) -> Settings:
-    """Return the settings with which the small model learns the distributions of the bundled one.
+    """Return the settings of the distillation of the bundled model into the small one.
 
     A quarter of the tokens are tasks. All positions count, those of answers five times.
     """
@@ -125,9 +125,9 @@ def dense_config() -> ModelConfig:
 
 
 def experts_config() -> ModelConfig:
-    """Return the shape of the small mixture of experts: 1.4 M weights, of which a token meets 0.7 M.
+    """Return the shape of the small mixture of experts: 1.4 M weights, of which a token uses 0.7 M.
 
-    The four experts of a token are as wide together as the feed-forward of the dense model.
+    The four experts of a token are together as wide as the feed-forward of the dense model.
     """
     dense = dense_config()
     per_token = 4
@@ -139,7 +139,7 @@ def experts_config() -> ModelConfig:
 
 
 def compared_settings(model: ModelConfig, seed: int = 0) -> Settings:
-    """Return the settings with which the mixture of experts, and the dense model beside it, are trained."""
+    """Return the training settings of the mixture of experts, and of the dense model it is compared with."""
     schedule = Schedule(warmup=50, short_length=256, long_length=256, long_share=0.0)
     return Settings(model=model, schedule=schedule, seed=seed, windows_per_step=2, evaluate_every=100, save_every=50)
 

@@ -1,4 +1,4 @@
-"""When the learning rate falls, when the rows grow long, and how many steps fit into the time given."""
+"""When the learning rate falls, when the rows grow, and how many steps fit into the given time."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ class Schedule:
 
     `warmup` is in steps; `decay_share` and `long_share` are the last parts of all steps, in which the
     learning rate falls and rows are `long_length` tokens instead of `short_length`. `long_cost` is the
-    measured time of a step of long rows over one of short rows with as many tokens.
+    measured time of a step of long rows relative to one of short rows with as many tokens.
     """
 
     warmup: int = 100
@@ -21,11 +21,11 @@ class Schedule:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the tokens per row, in the order in which they are trained."""
+        """Return the tokens per row, in training order."""
         return self.short_length, self.long_length
 
     def factor(self, step: int, steps: int | None) -> float:
-        """Return the learning rate of `step` as a share of its peak; with `steps` None the decay is not planned yet."""
+        """Return the learning rate of `step` relative to its peak; with `steps` None the decay is not planned yet."""
         rise = min(1.0, (step + 1) / self.warmup)
         return rise if steps is None else min(rise, (steps - step) / max(1.0, self.decay_share * steps))
 
@@ -37,7 +37,7 @@ class Schedule:
         """Return the number of steps at which to end if the decay must begin at `step` to end in time, else None.
 
         Until then the learning rate does not depend on the number of steps, so a run that is given this
-        number from the start is the same run.
+        number from the start is identical.
         """
         steps = round(step / (1 - self.decay_share))
         equivalents = (steps - step) + self.long_share * steps * (self.long_cost - 1)
@@ -48,9 +48,9 @@ class Schedule:
 class Curriculum:
     """Rows that grow in stages, at a rate that is constant between a warm-up and a linear decay to zero.
 
-    `stages` are (first step, tokens per row): a circuit that finds something again forms much faster where
-    rows are short. Both they and `decay_steps` count steps rather than shares, so that a run can be
-    lengthened without changing what has been trained.
+    `stages` are (first step, tokens per row): a recall circuit forms much faster with
+    short rows. Both they and `decay_steps` count steps rather than shares, so that a run can be
+    extended without changing the steps already trained.
     """
 
     warmup: int = 50
@@ -59,11 +59,11 @@ class Curriculum:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the tokens per row, in the order in which they are trained."""
+        """Return the tokens per row, in training order."""
         return tuple(length for _, length in self.stages)
 
     def factor(self, step: int, steps: int | None) -> float:
-        """Return the learning rate of `step` as a share of its peak; with `steps` None the decay is not planned yet."""
+        """Return the learning rate of `step` relative to its peak; with `steps` None the decay is not planned yet."""
         rise = min(1.0, (step + 1) / self.warmup)
         return rise if steps is None else min(rise, (steps - step) / self.decay_steps)
 

@@ -1,4 +1,4 @@
-"""What a training run is: all that decides its numbers, and how often it reports and saves."""
+"""The settings of a training run: everything that determines its numbers, and how often it reports and saves."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ from et_jax.training.schedule import Curriculum, Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All that decides a run's numbers, and how often it reports and saves (in steps).
+    """Everything that determines a run's numbers, and how often it reports and saves (in steps).
 
-    `mixture` None trains on the corpus alone. With one, every evaluation also asks `probed_rows` examples of
+    `mixture` None trains on the corpus only. With one, every evaluation also runs `probed_rows` examples of
     each task, of the length of the step's rows but at most `probed_length`, with `probed_pairs` other keys.
-    `evaluated_length` is the tokens per row of the held-out text scored, None for those of the step's rows.
-    A model that is `distilled` learns the distributions of a teacher rather than the tokens.
+    `evaluated_length` is the tokens per row of the scored held-out text, None for those of the step's rows.
+    A `distilled` model learns the distributions of a teacher rather than the tokens.
     """
 
     model: ModelConfig

@@ -1,4 +1,4 @@
-"""The card of a model that learned from another: how near it has come, and what each of them loses on its own."""
+"""The card of a distilled model: its agreement with the teacher, and the loss of each."""
 
 import dataclasses
 import itertools
@@ -56,9 +56,9 @@ model mostly guesses, and as a draft it is refused there. Beyond $context positi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of student and teacher.
+    """The measurements of student and teacher.
 
-    `by_position` holds the means of KL, overlap and equal likeliest tokens between two positions, `tasks` for each
+    `by_position` has the means of KL, overlap and equal likeliest tokens between two positions, `tasks` for each
     the student's and the teacher's share of right answers, and the means of overlap and equal likeliest tokens.
     """
 
@@ -98,7 +98,7 @@ def measure(
 def _tasks(
     params: Params, settings: Settings, teacher: Teacher, held_out: corpus.Tokens, tokenizer: Tokenizer
 ) -> dict[str, tuple[float, ...]]:
-    """What `Figures` has of tasks."""
+    """Return the task figures of `Figures`."""
     given = probe.probe(tokenizer, held_out, settings.probed_length, settings.probed_rows, settings.probed_pairs)
     rights = [
         probe.accuracy(*model, given)

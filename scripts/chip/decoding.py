@@ -135,7 +135,7 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
     def share(first: int) -> float:
         """Of the blocks, what was read by the steps from the first on."""
         ran, signals = int(held[2]), held[1].signals
-        read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.pages_held))
+        read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.allocated_pages))
         return read / max(1.0, pages) / (config.model.num_layers * config.model.num_kv_heads)
 
     def share_at(tolerance: float) -> float:

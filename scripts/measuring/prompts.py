@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, EntropyNotes, MassBudget, begun, greatest
+from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, HeadBudgets, MassBudget, begun, greatest
 from et_jax.control.segment import Segment
 from et_jax.decode.attention.budgeted import Budgeted
 from et_jax.decode.cache import kv
@@ -54,7 +54,7 @@ class SizedConstant(Sized, ConstantBudget):
     tokens: Number = 2048.0
     by: str = static(default="score")
 
-    def choose(self, segment: Segment, kept: Any) -> tuple[Bool[Array, "k n"], Any]:
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         shape = segment.score.shape
         if self.by == "chance":
@@ -62,7 +62,7 @@ class SizedConstant(Sized, ConstantBudget):
         elif self.by == "place":
             place = jnp.arange(shape[1], dtype=jnp.float32)
             segment = replace(segment, score=jnp.broadcast_to(jnp.where(place == 0, jnp.inf, place), shape))
-        return best(segment, jnp.full(shape[0], self.tokens, jnp.float32)), kept
+        return best(segment, jnp.full(shape[0], self.tokens, jnp.float32)), state
 
 
 @value
@@ -72,9 +72,9 @@ class SizedEntropy(Sized, EntropyBudget):
     tokens: Number = 2048.0
     shuffled: bool = static(default=False)
 
-    def choose(self, segment: Segment, kept: EntropyNotes) -> tuple[Bool[Array, "k n"], EntropyNotes]:
+    def choose(self, segment: Segment, state: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
         """Return the blocks to read, and the budgets."""
-        tokens, after = self.given(segment, kept)
+        tokens, after = self.given(segment, state)
         return best(segment, jax.random.permutation(_key(segment), tokens) if self.shuffled else tokens), after
 
 
@@ -145,23 +145,23 @@ def logits_of(
     cache = kv.empty(*sizes, depths=depths_of(arrangement(params, c)))
     table = 1 + jnp.arange(r * blocks, dtype=jnp.int32).reshape(r, blocks)
     fresh = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
-    notes = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)
+    records = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)
 
     def one(carry: tuple, given: tuple[Array, Array]) -> tuple[tuple, Array]:
-        (state, notes), (part, at) = carry, given
+        (state, records), (part, at) = carry, given
         start, count = jnp.full(r, at, jnp.int32), jnp.full(r, segment, jnp.int32)
         slot = jnp.arange(r, dtype=jnp.int32)
         chunk = Chunk(slot=slot, table=table, token=part, position=start, start=start, count=count, end=start + count)
-        reader = Budgeted(budget=budget, last=jnp.zeros(r, bool), notes=notes)
+        reader = Budgeted(budget=budget, last=jnp.zeros(r, bool), records=records)
         found, *after, _ = extend(plant, params, state, chunk, reader)
         return tuple(after), jax.nn.log_softmax(found)
 
     parts = tokens.reshape(r, -1, segment).swapaxes(0, 1)
     starts = jnp.arange(parts.shape[0], dtype=jnp.int32) * segment
-    begin = PlantState(cache=cache, num_cached=jnp.zeros(r, jnp.int32)), notes
-    (_, notes), found = jax.lax.scan(one, begin, (parts, starts))
+    begin = PlantState(cache=cache, num_cached=jnp.zeros(r, jnp.int32)), records
+    (_, records), found = jax.lax.scan(one, begin, (parts, starts))
     always = _always_read(plant, budget, u, segment)
-    return found.swapaxes(0, 1).reshape(r, u, -1), notes.blocks_read - always, notes.blocks_held - always
+    return found.swapaxes(0, 1).reshape(r, u, -1), records.blocks_read - always, records.blocks_held - always
 
 
 def _always_read(plant: Plant, budget: Budget, length: int, segment: int) -> int:

@@ -15,7 +15,7 @@ def test_a_trace_or_the_output_of_a_batch_makes_its_page(tmp_path, capfd):
     assert told["columns"]["entropy (nats)"] == [float(f"{one.entropy:.4g}") for one in done.trace]
     assert not any(word.startswith("#") for word in told["words"])  # spelled by the bundled tokenizer
     assert main([str(traced(tmp_path / "trace.jsonl", model="owner/model")), "-o", str(page)]) == 0
-    assert "alternatives are told by their ids" in capfd.readouterr().err  # of a model that is not here
+    assert "alternatives are shown by their ids" in capfd.readouterr().err  # of a model that is not here
     assert f"#{done.trace[0].top[0][0]}" in page.read_text()
     batch = write(tmp_path / "out.jsonl", [row(i, [sample(4 + i, seed=i)]) for i in range(5)])
     assert main([str(batch), "-o", str(page)]) == 0

@@ -40,7 +40,7 @@ def said(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
     [
         (["--prompt", "It was", "--ray"], "--ray is for --input"),
         (["-i", "in", "-o", "out", "--ray-actors", "2"], "--ray-actors needs --ray"),
-        (["-i", "in", "-o", "out", "--ray", "--metrics", "m"], "--metrics tells of one process"),
+        (["-i", "in", "-o", "out", "--ray", "--metrics", "m"], "--metrics reports on one process"),
         (["-i", "in", "-o", "out", "--ray", "--ray-actors", "0"], "ray_actors is 0; it must be at least 1"),
         (["-i", "in", "-o", "out", "--ray", "--ray-resources", "GPU"], "write it as CPU=4 or CPU=8,GPU=1"),
         (["-i", "nowhere", "-o", "out", "--ray"], "nowhere names no file"),

@@ -68,7 +68,7 @@ def test_a_model_run_by_it_has_the_logits_that_it_has_without():
 
     def attend(layer, q, k, v, memory, softmax):
         group = q.shape[2] // k.shape[2]
-        return q + jnp.repeat(v, group, axis=2), replace(memory, told=(*memory.told, None))
+        return q + jnp.repeat(v, group, axis=2), replace(memory, outputs=(*memory.outputs, None))
 
     def counted(*arrays, **settings):
         ran.append(1)

@@ -34,8 +34,8 @@ def test_a_program_traced_for_an_absent_chip_gets_its_backend():
 @pytest.mark.parametrize(
     ("name", "built", "device", "reason"),
     [
-        ("tpu", EVERY, "cpu", 'backend "tpu" serves tpu, not cpu: use "xla"'),
-        ("gpu", EVERY, AMPERE, r'serves gpu 9.0, not gpu of compute capability 8.0: use "xla"'),
+        ("tpu", EVERY, "cpu", 'backend "tpu" supports tpu, not cpu: use "xla"'),
+        ("gpu", EVERY, AMPERE, r'supports gpu 9.0, not gpu of compute capability 8.0: use "xla"'),
         ("gpu", ["reference", "xla"], None, 'backend "gpu" .*: use "xla"'),
         (None, ["reference"], "cpu", 'has no backend among "reference"'),
         ("triton", EVERY, None, 'backend: got "triton", wanted one of "reference", "xla", "gpu", "tpu"'),

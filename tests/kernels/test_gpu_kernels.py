@@ -158,7 +158,7 @@ UNSERVED = [
         "multiplies bfloat16, not float32 queries with int8 pages",
         {"dtype": "float32", "in_8_bits": "int8"},
     ),
-    (ATTENTION, "reads pages of whole tiles of 64 tokens, not of 16", {"page_size": 16}),
+    (ATTENTION, "reads pages of entire tiles of 64 tokens, not of 16", {"page_size": 16}),
     (ATTENTION, "is laid out for head dims of 64, 128 and 256, not 96", {"head_dim": 96}),
     (ATTENTION, "has columns for 16 query heads a KV head, not 17", {"num_heads": 17, "num_kv_heads": 1}),
     (BLOCK, "has registers for head dims of 64 and 128, not 96", {"head_dim": 96}),

@@ -23,7 +23,7 @@ from et_jax.control.select import (
 )
 from et_jax.control.selector import as_selector
 from et_jax.decode.attention.blocks import LayerKind
-from et_jax.decode.attention.selection import Fallback, SelectorInputs, chosen_blocks, selection_of
+from et_jax.decode.attention.selection import Fallback, SelectorInputs, selected_blocks, selection_of
 from et_jax.decode.attention.summaries import summarised, summarised_by_kernel
 from et_jax.decode.cache import kv
 from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
@@ -218,7 +218,7 @@ def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
     numbers = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), SELECTORS[name])
 
     def chosen(selector, inputs, length, fallback):
-        return chosen_blocks(layer, True, selection_of(layer, None, selector, inputs), length, fallback)
+        return selected_blocks(layer, True, selection_of(layer, None, selector, inputs), length, fallback)
 
     @jax.jit
     def both(inputs, length, fallback):

@@ -67,7 +67,7 @@ def test_a_model_that_leaves_its_products_to_attention_has_the_same_logits():
     position, ran = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), tokens.shape), []
 
     def attend(layer, q, k, v, memory, softmax):
-        return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), replace(memory, told=(*memory.told, None))
+        return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2), replace(memory, outputs=(*memory.outputs, None))
 
     def attend_products(layer, q, k, v, memory, softmax, angles):
         ran.append(1)

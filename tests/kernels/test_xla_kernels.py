@@ -38,7 +38,7 @@ def test_the_definition_is_its_formula_and_xla_the_definition_whatever_stands_wh
 @pytest.mark.parametrize(
     "name", ["group_3", "page_64", "sparse", "window", "all_of_them_bfloat16", "int8", "rows_5", "rows_apart"]
 )
-def test_what_lies_far_behind_in_a_list_is_read_in_lanes(name):
+def test_what_lies_far_behind_in_a_list_is_read_in_splits(name):
     """As if lists were long from their second group on."""
     shape = ATTENTION.shapes[name]
     arguments = ATTENTION.example(shape)

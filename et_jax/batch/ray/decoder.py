@@ -226,7 +226,7 @@ def decode(
     Raises UsageError where Ray is not installed, or the cluster has no room for the actors.
     """
     module, held = cluster.ray(), cluster.check_resources(resources or {})
-    actors = values.whole("concurrency", concurrency, 1)
+    actors = values.integer("concurrency", concurrency, 1)
     cluster.check_room(module, actors, held)
     given = {"config": config, "prompt": prompt, "id": id, "defaults": defaults}
     return in_actors(dataset, Decoder, given, config, actors, held)

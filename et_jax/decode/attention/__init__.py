@@ -1,7 +1,7 @@
 """How a step or a chunk attends to the cache.
 
-`readers` says how every layer is read: all of it, or the blocks that a selector chooses (`block_sparse`), what drafts
-read (`pruned`), or what a budget leaves of a prompt (`budgeted`). `selection` chooses blocks by what `summaries` keep
-of pages, and `blocks` lists them. `reading` calls the kernels, `attended` gives the attention mass found in blocks, and
-`reads` reports what was read.
+`readers` defines the attention of every layer: full attention, or the blocks that a selector chooses (`block_sparse`),
+the blocks that drafts read (`pruned`), or those within a prefill budget (`budgeted`). `selection` chooses blocks by the
+`summaries` of pages, and `blocks` lists them. `reading` calls the kernels, `attended` computes the attention mass of
+blocks, and `reads` reports which blocks were read.
 """

@@ -10,14 +10,14 @@ from et_jax.control.base import num_words
 from et_jax.control.selector import Selection, Selector
 from et_jax.decode.attention.attended import attended_mass, with_residual
 from et_jax.decode.attention.blocks import Blocks, LayerKind, blocks_of, widened
-from et_jax.decode.attention.pruned import Noting
-from et_jax.decode.attention.reading import read_chosen
+from et_jax.decode.attention.pruned import RecordedRows
+from et_jax.decode.attention.reading import read_selected
 from et_jax.decode.attention.reads import ByHead, LayerReads
 from et_jax.decode.attention.selection import (
-    ChosenBlocks,
     Fallback,
+    SelectedBlocks,
     SelectorInputs,
-    chosen_blocks,
+    selected_blocks,
     selection_of,
     selector_inputs,
 )
@@ -32,10 +32,11 @@ from et_jax.types import pytree, replace, static
 
 
 @pytree
-class SelectedOfLayer:
-    """Reads the blocks of a layer that its `selector` chooses, one token a row: `Selected`, of one layer.
+class BlockSparseLayer:
+    """Attention of one layer, one token a row, to the blocks that its `selector` chooses: see `BlockSparse`.
 
-    `last` packs the blocks read last, `mass` is what share each query head had on each block. `noting` as `AllOfLayer`.
+    `last` packs the blocks read last, `mass` is the share of each query head on each block. `recorded_rows` is as in
+    `FullAttentionLayer`.
     """
 
     tolerance: Float[Array, " r"]
@@ -45,14 +46,14 @@ class SelectedOfLayer:
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
     sensitivity: PerQuery | None
-    noting: Noting | None
+    recorded_rows: RecordedRows | None
     refresh_every: int = static()
     residual: bool = static()
     chooses: bool = static()
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
-        return plant.reads_together(softmax, chosen=True)
+        return plant.reads_together(softmax, selected=True)
 
     def read(
         self,
@@ -63,7 +64,7 @@ class SelectedOfLayer:
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "_ 1 h d"], LayerReads]:
-        """Return attention to the blocks chosen, and what they are."""
+        """Return attention to the selected blocks, and the record of them."""
         lengths = chunk.lengths
         grouped = _grouped(q[: len(lengths), 0], plant, softmax)
         places = chunk.places
@@ -72,14 +73,14 @@ class SelectedOfLayer:
         if places is not None and chunk.turn is not None:
             blocks = replace(blocks, turn=chunk.turn.reshape(1), depth=cached.depth, last=places.last)
         scored = self.fresh & long_rows(self.chooses, self.min_context, lengths)
-        chosen = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
+        selected = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
-        opened = chosen.opened[..., :num_blocks]
-        out, block_lse = read_chosen(plant, softmax, q[:, 0], cached, chunk, chosen.listed, chosen.count, opened)
+        opened = selected.opened[..., :num_blocks]
+        out, block_lse = read_selected(plant, softmax, q[:, 0], cached, chunk, selected.listed, selected.count, opened)
         block_lse = block_lse[: len(lengths)]
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
-        read = attended_mass(chosen, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
+        read = attended_mass(selected, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
         mass = self.mass
         if mass is not None and read.mass is not None:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
@@ -87,13 +88,15 @@ class SelectedOfLayer:
         if read.residual is not None:
             out = with_residual(out, read.residual, blocks, cached.summaries.mean)
         lse = None
-        if self.noting is not None:
-            noted = self.noting.of(opened)
-            place = jnp.where(noted, jnp.cumsum(noted, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
+        if self.recorded_rows is not None:
+            attended = self.recorded_rows.of(opened)
+            place = jnp.where(attended, jnp.cumsum(attended, axis=-1, dtype=jnp.int32) - 1, block_lse.shape[-1])
             place = jnp.repeat(place, plant.model.group_size, axis=1)
-            lse = jnp.take_along_axis(self.noting.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf)
-        heads = ByHead(kept=read.kept.reshape(len(lengths), -1), entropy=chosen.entropy.reshape(len(lengths), -1))
-        mask = chosen.mask[..., : num_words(num_blocks)]
+            lse = jnp.take_along_axis(
+                self.recorded_rows.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf
+            )
+        heads = ByHead(kept=read.kept.reshape(len(lengths), -1), entropy=selected.entropy.reshape(len(lengths), -1))
+        mask = selected.mask[..., : num_words(num_blocks)]
         return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
     def _choose(
@@ -105,12 +108,12 @@ class SelectedOfLayer:
         surprisal: Float[Array, "p s"] | None,
         blocks: Blocks,
         scored: Bool[Array, " r"],
-    ) -> ChosenBlocks:
-        """The layer's blocks, chosen anew for the rows that are `scored`.
+    ) -> SelectedBlocks:
+        """Return the layer's blocks, selected again for the rows that are `scored`.
 
-        A row shorter than its `min_context` reads all; one that is not `fresh` reads the blocks it read last, and the
-        one being written. Where no row is scored, a CPU and a TPU score nothing. A GPU would wait for the host to learn
-        that: it scores rows of no tokens.
+        A row shorter than its `min_context` uses full attention; one that is not `fresh` reads the blocks it read last,
+        and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
+        the host for that: it scores rows of no tokens.
         """
         layer = _kind(plant, softmax)
         always = self.chooses and self.refresh_every == 1 and self.min_context is None
@@ -128,7 +131,7 @@ class SelectedOfLayer:
             query, blocks, mass = given
             length = blocks.length
             if mass is not None:
-                beyond = blocks.table.shape[1] - mass.shape[-1]  # of a table that is widened
+                beyond = blocks.table.shape[1] - mass.shape[-1]  # of a widened table
                 mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0).reshape(*query.shape[:3], -1)
             if by_kernel and not always:
                 blocks = replace(blocks, length=jnp.where(scored, length, 0))
@@ -142,37 +145,39 @@ class SelectedOfLayer:
 
         given, with_place = (query, blocks, self.mass), self.mass is not None
         length, selector = PerRow(array=blocks.length), jax.tree.map(lambda number: PerRow(array=number), self.selector)
-        most_held = None if by_kernel else blocks.most_held
+        most_blocks = None if by_kernel else blocks.most_blocks
 
         def select(given: tuple) -> Selection:
-            return per_head(partial(selection_of, layer, most_held), selector, known(given))
+            return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
 
         shapes = jax.eval_shape(select, given)
         if self.refresh_every > 1 and shapes.upper is not None:
-            raise ValueError("refresh_every: a certified selector proves something of this token's query alone; use 1")
+            raise ValueError("refresh_every: a certified selector's proof holds only for this token's query; use 1")
         if always or (by_kernel and self.chooses):
 
-            def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> ChosenBlocks:
-                chosen = selection_of(layer, most_held, selector, inputs)
-                return chosen_blocks(layer, with_place, chosen, inputs.length, fallback)
+            def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> SelectedBlocks:
+                selected = selection_of(layer, most_blocks, selector, inputs)
+                return selected_blocks(layer, with_place, selected, inputs.length, fallback)
 
             return per_head(both, selector, known(given), fallback)
-        chosen = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        selected = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         if self.chooses:
-            chosen = run_if(jnp.any(scored), lambda _, given: select(given), chosen, given)
+            selected = run_if(jnp.any(scored), lambda _, given: select(given), selected, given)
 
         def settled(
             opened: Array, estimate: Array, upper: Array | None, length: Array, fallback: Fallback | None
-        ) -> ChosenBlocks:
-            own = Selection(opened=opened, estimate=estimate, upper=upper, shares=chosen.shares)
-            return chosen_blocks(layer, with_place, own, length, fallback)
+        ) -> SelectedBlocks:
+            own = Selection(opened=opened, estimate=estimate, upper=upper, shares=selected.shares)
+            return selected_blocks(layer, with_place, own, length, fallback)
 
-        upper = None if chosen.upper is None else PerQuery(array=chosen.upper)
-        return per_head(settled, PerHead(array=chosen.opened), PerQuery(array=chosen.estimate), upper, length, fallback)
+        upper = None if selected.upper is None else PerQuery(array=selected.upper)
+        return per_head(
+            settled, PerHead(array=selected.opened), PerQuery(array=selected.estimate), upper, length, fallback
+        )
 
 
 def long_rows(chooses: bool, min_context: Int[Array, " r"] | None, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
-    """Whether rows are long enough for blocks to be chosen."""
+    """Return whether rows are long enough for block selection."""
     if not chooses:
         return jnp.zeros_like(lengths, bool)
     return jnp.ones_like(lengths, bool) if min_context is None else lengths >= min_context
@@ -183,7 +188,7 @@ def _kind(plant: Plant, softmax: Softmax) -> LayerKind:
 
 
 def _grouped(queries: Float[Array, "r c d"], plant: Plant, softmax: Softmax) -> Float[Array, "r k g d"]:
-    """Queries by KV head, float32, scaled so that query . key is the score."""
+    """Return queries by KV head, float32, scaled so that query . key is the score."""
     r, _, d = queries.shape
     by_head = queries.reshape(r, plant.model.num_kv_heads, -1, d)[:, :, : plant.model.group_size]
     return by_head.astype(jnp.float32) * softmax.scale

@@ -14,9 +14,9 @@ from et_jax.types import pytree, static
 class Extent:
     """The blocks of sequences: their positions, and which of them a query may and must attend to.
 
-    `num_tokens` counts a block's tokens, 0 where a sliding window of the layer hides any of them. `readable` blocks
-    contain a token the query sees. `certain` blocks are attended to whatever a selector says: the newest, and the one a
-    window cuts.
+    `num_tokens` counts a block's tokens, 0 if a sliding window of the layer hides any of them. `readable` blocks
+    contain a token visible to the query. `certain` blocks are read whatever a selector chooses: the newest, and the one
+    that a window cuts.
     """
 
     start: Int[Array, " n"]
@@ -37,14 +37,14 @@ class LayerKind:
         """Return the blocks of sequences whose query is at position `length - 1`."""
         start = jnp.arange(num_blocks, dtype=jnp.int32) * self.page_size
         block, length = jnp.arange(num_blocks), length[..., None]
-        held = held_blocks(length, self.page_size)
-        readable = (block >= first_block(length, self.page_size, self.window)) & (block < held)
+        end = count_blocks(length, self.page_size)
+        readable = (block >= first_block(length, self.page_size, self.window)) & (block < end)
         hidden = jnp.zeros_like(readable) if self.window is None else start < length - self.window
         return Extent(
             start=start,
             num_tokens=jnp.where(hidden, 0, jnp.clip(length - start, 0, self.page_size)),
             readable=readable,
-            certain=readable & ((block == held - 1) | hidden),
+            certain=readable & ((block == end - 1) | hidden),
         )
 
 
@@ -52,8 +52,8 @@ class LayerKind:
 class Blocks(Extent):
     """The blocks of rows: `table` gives their pages, `length` the tokens of a row.
 
-    Of a cache that `depth` layers share, `table` numbers the pages of the layer `turn`; None is of one layer. `last` is
-    the page of each row's last token, where it was worked out before the layers.
+    For a cache that `depth` layers share, `table` numbers the pages of the layer `turn`; None for one layer. `last` is
+    the page of each row's last token, if it was computed before the layers.
     """
 
     table: Int[Array, "b n"]
@@ -63,13 +63,13 @@ class Blocks(Extent):
     last: Int[Array, " b"] | None = None
 
     @property
-    def most_held(self) -> Int[Array, ""]:
-        """How many blocks the longest row has."""
+    def most_blocks(self) -> Int[Array, ""]:
+        """The number of blocks of the longest row."""
         return jnp.max(jnp.where(self.readable, jnp.arange(1, self.readable.shape[1] + 1), 0), initial=0)
 
 
 def widened(table: Int[Array, "b n"]) -> Int[Array, "b m"]:
-    """Return page tables, on a GPU padded with the null page to a power of two: its kernels have no other sizes."""
+    """Return page tables, on a GPU padded with the null page to a power of two, the only sizes of its kernels."""
     if platform() != "gpu":
         return table
     num_blocks = table.shape[1]
@@ -84,13 +84,13 @@ def places_of(chunk: Chunk, page_size: int) -> Places:
     return Places(wide=widened(chunk.table), last=last, full=jnp.where(full, last, 0))
 
 
-def held_blocks(length: Int[Array, "*b"], page_size: int) -> Int[Array, "*b"]:
+def count_blocks(length: Int[Array, "*b"], page_size: int) -> Int[Array, "*b"]:
     """Return how many blocks sequences of these lengths have."""
     return (length + page_size - 1) // page_size
 
 
 def first_block(length: Int[Array, "*b"], page_size: int, window: int | None) -> Int[Array, "*b"]:
-    """Return the first block a query at the last position may see."""
+    """Return the first block that a query at the last position may attend to."""
     return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0) // page_size
 
 

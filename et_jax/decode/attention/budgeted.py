@@ -1,6 +1,6 @@
-"""Prompts read under a budget: each segment's queries attend to the blocks chosen for it, head by head.
+"""Prompts read under a budget: each segment's queries attend to the blocks selected for it, head by head.
 
-A segment is a row of prefill, whatever stands beside it. What a budget keeps of a prompt goes from row to row within a
+A segment is a row of prefill. The budget's state of a prompt passes from row to row within a
 layer, and from call to call in `ControlState.prompt`.
 """
 
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.budget import Budget, PromptNotes
+from et_jax.control.budget import Budget, PromptRecord
 from et_jax.control.segment import Segment, interval, observed
-from et_jax.decode.attention.blocks import held_blocks
+from et_jax.decode.attention.blocks import count_blocks
 from et_jax.decode.attention.reading import list_blocks
 from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
@@ -30,17 +30,17 @@ from et_jax.types import pytree, replace, static
 
 @pytree
 class Budgeted:
-    """Reads of each row, a segment of a prompt, what a budget chooses; rows that are `last` end their prompt.
+    """Attention of prompt segments, one a row, to the blocks that a budget selects; `last` rows end their prompt.
 
-    Its `notes` are those of every slot.
+    `records` are those of every slot.
     """
 
     budget: Budget
     last: Bool[Array, " r"]
-    notes: PromptNotes
+    records: PromptRecord
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
-        """Return of every layer whether it is read sparsely."""
+        """Return whether each layer's attention is sparse."""
         layers = range(plant.model.num_layers)
         return tuple(i >= self.budget.dense_layers and plant.model.windows[i] is None for i in layers)
 
@@ -50,16 +50,16 @@ class Budgeted:
         return BudgetedOfLayer(
             budget=self.budget,
             last=self.last,
-            kept=layer.of(self.notes.kept, axis=1),
+            state=layer.of(self.records.state, axis=1),
             layer=jnp.asarray(layer.number, jnp.int32),
             sparse=sparse,
-            probed=sparse and self.notes.mass is not None,
+            probed=sparse and self.records.mass is not None,
         )
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> PromptNotes:
-        """Return the notes of every slot with what the rows read."""
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> PromptRecord:
+        """Return the records of every slot, updated by the rows."""
 
-        def add(sofar: PromptNotes, one: SegmentsRead) -> PromptNotes:
+        def add(sofar: PromptRecord, one: SegmentsRead) -> PromptRecord:
             read, there = (jnp.sum(x, axis=1).astype(jnp.float32) for x in (one.blocks_read, one.blocks_held))
             sofar = replace(
                 sofar,
@@ -75,17 +75,17 @@ class Budgeted:
                 num_probes=sofar.num_probes.at[chunk.slot].add(num_probes),
             )
 
-        return replace(folded(notes, add, self.notes), kept=by_layer(notes, attrgetter("kept"), axis=1))
+        return replace(folded(records, add, self.records), state=by_layer(records, attrgetter("state"), axis=1))
 
 
 @pytree
 class SegmentsRead:
-    """What the rows read of one layer: blocks, of those there were, and what the budget `kept` of slots.
+    """The record of one layer: the budget's `state` of every slot, and of each row the blocks read and those in total.
 
-    `probe` is None where nothing was left out, or no one asks.
+    `probe` is None with full attention, or unless requested.
     """
 
-    kept: Any
+    state: Any
     blocks_read: Int[Array, "r k"]
     blocks_held: Int[Array, "r k"]
     probe: "Probe | None"
@@ -105,14 +105,14 @@ class Probe:
 
 @pytree
 class BudgetedOfLayer:
-    """Reads segments of prompts in one layer as a budget chooses; `kept` is what it keeps of every slot's.
+    """Attention of prompt segments in one layer to the blocks that a budget selects; `state` is that of every slot.
 
-    A layer that is not `sparse` is read whole. `probed` asks for the `probe` of `SegmentsRead`.
+    A layer that is not `sparse` uses full attention. `probed` requests the `probe` of `SegmentsRead`.
     """
 
     budget: Budget
     last: Bool[Array, " r"]
-    kept: Any
+    state: Any
     layer: Int[Array, ""]
     sparse: bool = static()
     probed: bool = static()
@@ -130,25 +130,25 @@ class BudgetedOfLayer:
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "r t h d"], SegmentsRead]:
-        """Return attention to the blocks chosen, and what they are."""
+        """Return attention to the selected blocks, and the record of them."""
         budget, page_size = self.budget, plant.page_size
-        num_blocks = held_blocks(chunk.start + chunk.count, page_size)
+        num_blocks = count_blocks(chunk.start + chunk.count, page_size)
         block = jnp.arange(chunk.table.shape[1], dtype=jnp.int32)
-        held = (block < num_blocks[:, None]) & (chunk.count > 0)[:, None]
-        own = held & (block >= (chunk.start // page_size)[:, None])
-        whole = self.last | (chunk.start < budget.dense_until)
+        valid = (block < num_blocks[:, None]) & (chunk.count > 0)[:, None]
+        own = valid & (block >= (chunk.start // page_size)[:, None])
+        full = self.last | (chunk.start < budget.dense_until)
         stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
         attend = partial(paged_prefill, q, cached.pages, chunk.table, chunk.start, softmax=softmax, **stored)
-        held_by_heads = jnp.broadcast_to(held[:, None], (len(held), plant.model.num_kv_heads, held.shape[1]))
+        valid_by_head = jnp.broadcast_to(valid[:, None], (len(valid), plant.model.num_kv_heads, valid.shape[1]))
         if not self.sparse:
-            return attend()[0], _read(self.kept, held_by_heads, held_by_heads, None)
-        opened, kept = self._choose(plant, softmax, chunk, q, cached, held & ~own)
-        opened = jnp.where(whole[:, None, None], held[:, None], opened | own[:, None])
+            return attend()[0], _read(self.state, valid_by_head, valid_by_head, None)
+        opened, state = self._choose(plant, softmax, chunk, q, cached, valid & ~own)
+        opened = jnp.where(full[:, None, None], valid[:, None], opened | own[:, None])
         blocks, counts = list_blocks(opened)
         probe = None
         if self.probed:
-            probe = self._probe(plant, softmax, chunk, q, cached, opened, ~whole & (chunk.count > 0))
-        return attend(blocks=blocks, counts=counts)[0], _read(kept, opened, held_by_heads, probe)
+            probe = self._probe(plant, softmax, chunk, q, cached, opened, ~full & (chunk.count > 0))
+        return attend(blocks=blocks, counts=counts)[0], _read(state, opened, valid_by_head, probe)
 
     def _choose(
         self,
@@ -159,11 +159,11 @@ class BudgetedOfLayer:
         cached: LayerCache,
         visible: Bool[Array, "r n"],
     ) -> tuple[Bool[Array, "r k n"], Any]:
-        """The blocks before each row that its queries read, row by row, for a slot's rows follow on each other."""
+        """Return the blocks before each row that its queries read, row by row, because a slot's rows are sequential."""
         budget, (r, t, _, d), scale = self.budget, q.shape, softmax.scale
         grouped = q.astype(jnp.float32).reshape(r, t, plant.model.num_kv_heads, -1, d)
         box = cached.summaries.key_box[:, chunk.table].swapaxes(0, 1).astype(jnp.float32)
-        # what no row may see can hold anything, and 0 * NaN is NaN
+        # pages that no row attends to may contain anything, and 0 * NaN is NaN
         box = jnp.where(visible[:, None, :, None], box, 0.0)
         low, high = box[..., :d], box[..., d : 2 * d]
         real = jnp.arange(t) < chunk.count[:, None]
@@ -183,15 +183,15 @@ class BudgetedOfLayer:
                 block_size=plant.page_size,
                 scale=scale,
             )
-            opened, kept = budget.choose(segment, jax.tree.map(lambda x: x[slot], every))
+            opened, state = budget.choose(segment, jax.tree.map(lambda x: x[slot], every))
             put = jax.tree.map(
-                lambda old, new: old.at[jnp.where(count > 0, slot, len(old))].set(new, mode="drop"), every, kept
+                lambda old, new: old.at[jnp.where(count > 0, slot, len(old))].set(new, mode="drop"), every, state
             )
             return put, opened
 
         rows = chunk.slot, chunk.start, chunk.count, visible, score, bounds
-        kept, opened = jax.lax.scan(one, self.kept, rows)
-        return opened, kept
+        state, opened = jax.lax.scan(one, self.state, rows)
+        return opened, state
 
     def _probe(
         self,
@@ -203,29 +203,29 @@ class BudgetedOfLayer:
         opened: Bool[Array, "r k n"],
         asked: Bool[Array, " r"],
     ) -> Probe:
-        """What the last query of the rows `asked` has of its attention on the blocks opened."""
+        """Return the share of attention that the last query of the rows `asked` has on the opened blocks."""
         newest = jnp.take_along_axis(q, jnp.maximum(chunk.count - 1, 0)[:, None, None, None], axis=1)[:, 0]
         length = jnp.where(asked, chunk.start + chunk.count, 0)
-        there = jnp.arange(opened.shape[2]) < held_blocks(length, plant.page_size)[:, None, None]
+        there = jnp.arange(opened.shape[2]) < count_blocks(length, plant.page_size)[:, None, None]
         blocks, counts = list_blocks(jnp.broadcast_to(there, opened.shape))
         stored = {"kv_scales": cached.kv_scales, "backend": plant.backend}
         _, mass = paged_attention(newest, cached.pages, chunk.table, blocks, counts, length, softmax=softmax, **stored)
         assert mass is not None
         group = mass.shape[1] // opened.shape[1]
         by_head = jnp.repeat(opened, group, axis=1)
-        kept = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
-        share = total(jnp.exp(jnp.where(asked[:, None], kept, -jnp.inf)).reshape(*opened.shape[:2], group))
+        log_share = log_sum_exp(jnp.where(by_head, mass, -jnp.inf)) - log_sum_exp(mass)
+        share = total(jnp.exp(jnp.where(asked[:, None], log_share, -jnp.inf)).reshape(*opened.shape[:2], group))
         asked = jnp.broadcast_to(asked[:, None], share.shape)
         share, num_heads = jnp.where(asked, share, 0.0), jnp.where(asked, float(group), 0.0)
         return Probe(layer=self.layer, share=share, num_heads=num_heads)
 
 
 def _read(
-    kept: Any,
+    state: Any,
     opened: Bool[Array, "r k n"],
-    held: Bool[Array, "r k n"],
+    valid: Bool[Array, "r k n"],
     probe: Probe | None,
 ) -> SegmentsRead:
-    """The notes of a layer in which these blocks were read."""
-    read, there = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in (opened, held))
-    return SegmentsRead(kept=kept, blocks_read=read, blocks_held=there, probe=probe)
+    """Return the record of a layer in which these blocks were read."""
+    read, there = (jnp.sum(x, axis=2, dtype=jnp.int32) for x in (opened, valid))
+    return SegmentsRead(state=state, blocks_read=read, blocks_held=there, probe=probe)

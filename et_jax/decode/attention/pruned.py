@@ -1,7 +1,7 @@
-"""A model that drafts for itself: which blocks held its attention's mass, and the reader of those alone.
+"""Self-drafting: the blocks with most of a model's attention mass, and a reader of only those.
 
-Nothing is scored: attention tells the log-sum-exp of every block that it reads, and what held the mass at one token is
-where it mostly lies at the next few.
+No block is scored: attention returns the log-sum-exp of every block that it reads, and the blocks with the mass at one
+token mostly have it at the next few.
 """
 
 from collections.abc import Hashable
@@ -25,16 +25,16 @@ from et_jax.sums import log_sum_exp, total
 from et_jax.types import pytree, replace
 
 NOTHING = -30.0
-"""Nats: the log of a share that is as good as none."""
+"""Nats: the log of a negligible share."""
 
 _LEAST = -20.0  # nats: the log of the least share for which a block is read
-_HALVINGS = 10  # of those nats: a cut is found to a fiftieth of a nat
+_HALVINGS = 10  # of that range: a cut is found to a fiftieth of a nat
 
 
 def log_shares(block_lse: Float[Array, "r h n"], num_kv_heads: int) -> Float[Array, "r k n"]:
     """Return the log of the share of mass on every block, in nats, the mean over the query heads of a KV head.
 
-    `block_lse` are the log-sum-exps of the blocks, -inf of those that were not read. None is below `NOTHING`.
+    `block_lse` has the log-sum-exps of the blocks, -inf for unread ones. No result is below `NOTHING`.
     """
     r, _, n = block_lse.shape
     share = jnp.exp(block_lse - finite(log_sum_exp(block_lse))[..., None])
@@ -42,13 +42,15 @@ def log_shares(block_lse: Float[Array, "r h n"], num_kv_heads: int) -> Float[Arr
     return jnp.maximum(jnp.log(mean), NOTHING)
 
 
-def heavy_blocks(how: Pruned, log_share: Float[Array, "r l k n"], held: Int[Array, " r"]) -> UInt32[Array, "r l k n32"]:
-    """Return, packed, the fewest blocks of each KV head that hold `how.mass`, but no more than a share of those `held`.
+def heavy_blocks(
+    how: Pruned, log_share: Float[Array, "r l k n"], num_blocks: Int[Array, " r"]
+) -> UInt32[Array, "r l k n32"]:
+    """Return, packed, the fewest blocks of each KV head with a share `how.mass`, at most a share of `num_blocks`.
 
-    They are those above one cut, which is found by halving.
+    They are those above one cut, which is found by bisection.
     """
     share = jnp.exp(log_share)
-    most = jnp.ceil(how.share * held.astype(jnp.float32))[:, None, None]
+    most = jnp.ceil(how.share * num_blocks.astype(jnp.float32))[:, None, None]
 
     def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -67,75 +69,75 @@ def heavy_blocks(how: Pruned, log_share: Float[Array, "r l k n"], held: Int[Arra
 
 
 @pytree
-class Noting:
-    """Of which rows the blocks that held the mass are noted: those `asked`, whose sequences want a draft.
+class RecordedRows:
+    """The rows whose heavy blocks are recorded: those `asked`, whose sequences want a draft.
 
-    `rows` are one of each slot; None where each row is a slot's only one. Nothing is noted of a sequence that wants
-    none, though others do: when it drafts does not depend on its company.
+    `rows` has one row per slot; None if each slot has a single row. A sequence that wants no draft has no record even
+    if others have: when it drafts does not depend on the batch.
     """
 
     rows: Int[Array, " s"] | None
     asked: Bool[Array, " s"]
 
     def of(self, x: Array) -> Array:
-        """Return what an array that leads with rows has of these."""
+        """Return the entries of these rows in an array that leads with rows."""
         return x if self.rows is None else x[self.rows]
 
 
 def heavy_of(
-    how: Pruned, noting: Noting, told: tuple[Any, ...], held: Int[Array, " s"], masks: UInt32[Array, "r l k n32"]
+    how: Pruned, rows: RecordedRows, lses: tuple[Any, ...], blocks: Int[Array, " s"], masks: UInt32[Array, "r l k n32"]
 ) -> UInt32[Array, "s l k n32"]:
-    """Return the `heavy_blocks` of all layers, none of rows that are not asked of; nothing is worked out if none is.
+    """Return the `heavy_blocks` of all layers, none for rows that are not asked for; skips the work if none is.
 
-    The last block, which every draft reads, is always among them: a row without any is one of which nothing is noted.
-    `told` are the log-sum-exps of the blocks, layer by layer; the blocks are packed as `masks` are.
+    The last block, which every draft reads, is always among them: a row without any block has no record.
+    `lses` has the log-sum-exps of the blocks, layer by layer; blocks are packed like `masks`.
     """
 
     def choose(_: Array, given: tuple) -> Array:
-        told, held, asked = given
-        block_lse = by_layer(told, lambda lse: lse, axis=1)
+        lses, blocks, asked = given
+        block_lse = by_layer(lses, lambda lse: lse, axis=1)
         s, layers, heads, n = block_lse.shape
         log_share = log_shares(block_lse.reshape(s * layers, heads, n), masks.shape[2])
-        last = pack_blocks(jnp.arange(n) == (held - 1)[:, None, None, None])
-        chosen = heavy_blocks(how, log_share.reshape(s, layers, -1, n), held) | last
-        return jnp.where(asked[:, None, None, None], chosen, 0)
+        last = pack_blocks(jnp.arange(n) == (blocks - 1)[:, None, None, None])
+        selected = heavy_blocks(how, log_share.reshape(s, layers, -1, n), blocks) | last
+        return jnp.where(asked[:, None, None, None], selected, 0)
 
-    nothing = jnp.zeros((len(held), *masks.shape[1:]), jnp.uint32)
-    return run_if(jnp.any(noting.asked), choose, nothing, (told, held, noting.asked))
+    nothing = jnp.zeros((len(blocks), *masks.shape[1:]), jnp.uint32)
+    return run_if(jnp.any(rows.asked), choose, nothing, (lses, blocks, rows.asked))
 
 
 @pytree
 class Heavy:
-    """Reads the blocks listed for each row and KV head, and all of a layer with a window; notes how many that is.
+    """Attention to the blocks listed for each row and KV head, and to all of a windowed layer; records how many.
 
-    The lists are those of a whole draft: a block that is not written yet is passed over.
+    The lists are those of the entire draft: a block that is not written yet is skipped.
     """
 
     listed: Int[Array, "r l k m"]
     counts: Int[Array, "r l k"]
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
-        """Return that all layers are read alike."""
+        """Return equal values: all layers are read by one program."""
         return (None,) * plant.model.num_layers
 
     def of_layer(self, plant: Plant, layer: Layer) -> "HeavyOfLayer":
         """Return the reader of a layer."""
         return HeavyOfLayer(listed=layer.of(self.listed, axis=1), counts=layer.of(self.counts, axis=1))
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> Int[Array, " r"]:
-        """Return the blocks that were read, over layers and KV heads."""
-        return jnp.sum(by_layer(notes, attrgetter("blocks"), axis=0), axis=(0, 2), dtype=jnp.int32)
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> Int[Array, " r"]:
+        """Return the number of blocks read, over layers and KV heads."""
+        return jnp.sum(by_layer(records, attrgetter("blocks"), axis=0), axis=(0, 2), dtype=jnp.int32)
 
 
 @pytree
 class HeavyOfLayer:
-    """Reads the blocks listed, one token a row: `Heavy`, of one layer."""
+    """Attention of one layer to the listed blocks, one token a row: see `Heavy`."""
 
     listed: Int[Array, "r k m"]
     counts: Int[Array, "r k"]
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
-        """Return that rows are read one by one: a slot has one."""
+        """Return False: rows are read one by one, because a slot has one."""
         return False
 
     def read(
@@ -147,7 +149,7 @@ class HeavyOfLayer:
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "_ 1 h d"], "HeavyRead"]:
-        """Return attention to the blocks listed, and how many those are."""
+        """Return attention to the listed blocks, and their number."""
         lengths, size = chunk.lengths, plant.page_size
         queries = q[: len(lengths), 0]
         if softmax.window is not None:
@@ -164,7 +166,7 @@ class HeavyOfLayer:
 
 @pytree
 class HeavyRead:
-    """How many blocks of one layer each row and KV head read."""
+    """The record of one layer: the number of blocks that each row and KV head read."""
 
     blocks: Int[Array, "r k"]
 
@@ -181,8 +183,8 @@ def heavy(
 ) -> Heavy:
     """Return the reader of drafts of up to `most` tokens after the one at its `place` in the cache.
 
-    It reads the packed `blocks`, which were chosen at the token before; the first that each KV head holds, after those
-    `skipped`; and those written since.
+    It reads the packed `blocks`, which were selected at the token before; the first valid block of each KV head, after
+    the `skipped` ones; and those written since.
     """
     r, layers, heads, _ = blocks.shape
     block = jnp.arange(num_blocks, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""How a chunk reads the cache: whole, or row by row what selectors choose.
+"""Readers: how a chunk attends to the cache, fully, or row by row to the blocks that selectors choose.
 
 This is where the cache, the selectors and the kernels meet.
 """
@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from et_jax.control.selector import Selector
-from et_jax.decode.attention.block_sparse import SelectedOfLayer, long_rows
-from et_jax.decode.attention.blocks import blocks_of, held_blocks
-from et_jax.decode.attention.pruned import Noting, heavy_of
+from et_jax.decode.attention.block_sparse import BlockSparseLayer, long_rows
+from et_jax.decode.attention.blocks import blocks_of, count_blocks
+from et_jax.decode.attention.pruned import RecordedRows, heavy_of
 from et_jax.decode.attention.reading import read_all
-from et_jax.decode.attention.reads import AllRead, LayerReads, ReadStats, chosen_reads, reads_of, written_out
+from et_jax.decode.attention.reads import AllRead, LayerReads, ReadStats, reads_of, selected_reads, written_out
 from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.drafting.drafts import Pruned
@@ -30,22 +30,22 @@ from et_jax.types import Table, pytree, replace, static
 
 
 @pytree
-class Whole:
-    """Reads everything, of chunks of any length, and notes nothing; every layer is read alike."""
+class FullAttention:
+    """Full attention, for chunks of any length; records nothing, and all layers share a program."""
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
-        """Return that all layers are read alike."""
+        """Return equal values: all layers are read by one program."""
         return (None,) * plant.model.num_layers
 
-    def of_layer(self, plant: Plant, layer: Layer) -> "Whole":
+    def of_layer(self, plant: Plant, layer: Layer) -> "FullAttention":
         """Return the reader of a layer."""
         return self
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> None:
-        """Return no notes."""
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> None:
+        """Return no record."""
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
-        """Return that rows are read one by one."""
+        """Return False: rows are read one by one."""
         return False
 
     def read(
@@ -57,7 +57,7 @@ class Whole:
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "r t h d"], None]:
-        """Return attention to all there is."""
+        """Return attention to all cached tokens."""
         if q.shape[1] == 1:
             out, _ = read_all(plant, softmax, q[:, 0], cached, replace(chunk, at=None), block_sums=False)
             return out[:, None], None
@@ -67,17 +67,17 @@ class Whole:
 
 
 @pytree
-class Selected:
-    """Reads of each row, of one token, the blocks that its layer's selector chooses, and notes what that was.
+class BlockSparse:
+    """Block-sparse attention of rows of one token to the blocks that each layer's selector chooses; records them.
 
-    Blocks are chosen anew every `refresh_every` tokens: where a row is not `fresh`, the blocks of `block_mask`, those
-    last read, are read again; `kept_mass` is what was kept then. `selectors` are those of every layer, their numbers
-    with a row each. A row of fewer than `min_context` tokens reads all, and nothing is scored for it; None scores every
-    row. What does not choose, for no row is that long (`chooses`), has nothing to score with. `skipped` counts the
-    blocks at the beginning that a KV head holds nothing of, None where each holds all. `block_mass` is what share each
-    query head had on each block when that was last read; None where no selector goes by it. `residual` lets unread
-    blocks count as their mean. `sensitivity` is that of the model's heads, where it has been measured. Where the model
-    drafts for itself, `pruned`, the blocks that held the mass are noted as `noting` says, in pages of `page_size`.
+    Blocks are selected every `refresh_every` tokens: a row that is not `fresh` reads the blocks of `block_mask`, the
+    last ones, again; `kept_mass` is their share of mass then. `selectors` are those of every layer, their numbers
+    with an entry per row. A row of fewer than `min_context` tokens uses full attention without scores; None scores
+    every row. Without `chooses` no row is that long, and the program contains no selection. `skipped` counts the
+    leading blocks in which a KV head has no entries, None if all heads have all. `block_mass` is the share of each
+    query head on each block when it was last read; None if no selector uses it. With `residual` unread
+    blocks count as their mean. `sensitivity` is that of the model's heads, if it was measured. If the model
+    self-drafts, `pruned`, the heavy blocks of `recorded_rows` are recorded, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
@@ -91,20 +91,22 @@ class Selected:
     refresh_every: int = static(default=1)
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
-    noting: Noting | None = None
+    recorded_rows: RecordedRows | None = None
     pruned: Pruned | None = static(default=None)
     page_size: int = static(default=0)
     chooses: bool = static(default=True)
 
     def kinds(self, plant: Plant) -> tuple[Hashable, ...]:
-        """Return what the selector of every layer is told by: its structure, and the very numbers that it has."""
+        """Return what identifies the selector of every layer: its structure, and the identities of its numbers."""
         return tuple((jax.tree.structure(one), *map(id, jax.tree.leaves(one))) for one in self.selectors)
 
-    def of_layer(self, plant: Plant, layer: Layer) -> "AllOfLayer | SelectedOfLayer":
+    def of_layer(self, plant: Plant, layer: Layer) -> "FullAttentionLayer | BlockSparseLayer":
         """Return the reader of a layer."""
         selector, mass = self.selectors[layer.like], layer.of(self.block_mass, axis=1)
         if selector.reads_all:
-            return AllOfLayer(skipped=layer.of(self.skipped, axis=1), mass=mass, noting=self.noting)
+            return FullAttentionLayer(
+                skipped=layer.of(self.skipped, axis=1), mass=mass, recorded_rows=self.recorded_rows
+            )
         sensitivity = None
         if self.sensitivity is not None:
             of_layers = (self.sensitivity.array * self.sensitivity.array.size).astype(np.float32)
@@ -112,7 +114,7 @@ class Selected:
                 sensitivity = PerQuery(array=jnp.asarray(of_layers[layer.number])[None])
             else:  # a GPU's kernel finds the layer itself
                 sensitivity = PerQuery(array=jnp.asarray(of_layers), layer=layer.number.reshape(1))
-        return SelectedOfLayer(
+        return BlockSparseLayer(
             tolerance=self.tolerance,
             fresh=self.fresh,
             last=layer.of(self.block_mask, axis=1),
@@ -122,47 +124,51 @@ class Selected:
             sensitivity=sensitivity,
             refresh_every=self.refresh_every,
             residual=self.residual,
-            noting=self.noting,
+            recorded_rows=self.recorded_rows,
             chooses=self.chooses,
         )
 
-    def noted(self, plant: Plant, chunk: Chunk, notes: tuple[Any, ...]) -> ReadStats:
-        """Return what was read of all layers."""
+    def recorded(self, plant: Plant, chunk: Chunk, records: tuple[Any, ...]) -> ReadStats:
+        """Return the blocks read, over all layers."""
         lengths = chunk.lengths
-        notes, long = written_out(plant, chunk, self.skipped, notes), long_rows(self.chooses, self.min_context, lengths)
+        records = written_out(plant, chunk, self.skipped, records)
+        long = long_rows(self.chooses, self.min_context, lengths)
         kept_mass = jnp.where(long, self.kept_mass, 1.0)
-        summaries = held_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
+        summaries = count_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
-            chosen_reads(notes, self.fresh & long, kept_mass, summaries),
-            block_masks=by_layer(notes, attrgetter("block_mask"), axis=1),
-            block_masses=by_layer(notes, attrgetter("block_mass"), axis=1),
+            selected_reads(records, self.fresh & long, kept_mass, summaries),
+            block_masks=by_layer(records, attrgetter("block_mask"), axis=1),
+            block_masses=by_layer(records, attrgetter("block_mass"), axis=1),
         )
         stats = replace(stats, blocks_read=jnp.sum(stats.reads, axis=(1, 2), dtype=jnp.int32))
         if self.pruned is None:
             return stats
-        if self.noting is None:
+        if self.recorded_rows is None:
             return replace(stats, heavy_blocks=jnp.zeros_like(stats.block_masks))
-        held = held_blocks(self.noting.of(lengths), self.page_size)
-        told = tuple(
-            jax.tree.map(attrgetter("block_lse"), note, is_leaf=lambda x: isinstance(x, LayerReads)) for note in notes
+        num_blocks = count_blocks(self.recorded_rows.of(lengths), self.page_size)
+        block_lses = tuple(
+            jax.tree.map(attrgetter("block_lse"), record, is_leaf=lambda x: isinstance(x, LayerReads))
+            for record in records
         )
-        return replace(stats, heavy_blocks=heavy_of(self.pruned, self.noting, told, held, stats.block_masks))
+        return replace(
+            stats, heavy_blocks=heavy_of(self.pruned, self.recorded_rows, block_lses, num_blocks, stats.block_masks)
+        )
 
 
 @pytree
-class AllOfLayer:
-    """Reads all of a layer, one token a row. `skipped` and `mass` are what `Selected` has of the layer.
+class FullAttentionLayer:
+    """Full attention of one layer, one token a row. `skipped` and `mass` are the layer's entries in `BlockSparse`.
 
-    The log-sum-exp of each block is noted of the rows that `noting` names.
+    The log-sum-exps of the blocks are recorded for `recorded_rows`.
     """
 
     skipped: Int[Array, "r k"] | None
     mass: Float[Array, "r h n"] | None
-    noting: Noting | None
+    recorded_rows: RecordedRows | None
 
     def together(self, plant: Plant, softmax: Softmax) -> bool:
         """Return whether the kernel reads a page once for all rows of a slot."""
-        return plant.reads_together(softmax, chosen=False)
+        return plant.reads_together(softmax, selected=False)
 
     def read(
         self,
@@ -173,27 +179,27 @@ class AllOfLayer:
         surprisal: Float[Array, "p s"] | None,
         chunk: Chunk,
     ) -> tuple[Float[Array, "_ 1 h d"], LayerReads | AllRead]:
-        """Return attention to all there is, and that it was read."""
-        block_sums = self.noting is not None
+        """Return attention to all cached tokens, and the record of it."""
+        block_sums = self.recorded_rows is not None
         out, block_lse = read_all(plant, softmax, q[:, 0], cached, chunk, self.skipped, block_sums)
-        if self.mass is None and self.noting is None:
+        if self.mass is None and self.recorded_rows is None:
             return out[:, None], AllRead(window=softmax.window)
         table, blocks = chunk.table, blocks_of(chunk.table, chunk.lengths, plant.page_size, softmax.window)
         opened = jnp.broadcast_to(blocks.readable[:, None], (len(table), plant.model.num_kv_heads, table.shape[1]))
         if self.skipped is not None:
             opened &= jnp.arange(table.shape[1]) >= self.skipped[..., None]
         lse = None
-        if self.noting is not None and block_lse is not None:
-            lse = self.noting.of(block_lse[: len(table)])
+        if self.recorded_rows is not None and block_lse is not None:
+            lse = self.recorded_rows.of(block_lse[: len(table)])
             if self.skipped is not None:
-                lse = _by_block(lse, self.noting.of(self.skipped))
+                lse = _by_block(lse, self.recorded_rows.of(self.skipped))
             if softmax.window is not None:
                 lse = jnp.full((*lse.shape[:2], opened.shape[2]), -jnp.inf)
         return out[:, None], reads_of(opened, self.mass, lse)
 
 
 def _by_block(block_lse: Float[Array, "s h n"], skipped: Int[Array, "s k"]) -> Float[Array, "s h n"]:
-    """What is in order from the first block that each KV head holds, in the order of all blocks; -inf before it."""
+    """Return sums ordered from the first valid block of each KV head in the order of all blocks; -inf before it."""
     (_, h, n), heads = block_lse.shape, skipped.shape[1]
     place = jnp.arange(n, dtype=jnp.int32) - skipped[..., None]
     place = jnp.repeat(jnp.where(place < 0, n, place), h // heads, axis=1)

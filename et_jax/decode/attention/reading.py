@@ -1,4 +1,4 @@
-"""Reading the cache in a step: each row's blocks as a list, and where rows of one slot are read together, as theirs."""
+"""Calls of the attention kernels in a step: with one list of blocks per row, or one for all rows of a slot."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ def read_all(
     """Return attention to every block within the window of the `softmax`, and the log-sum-exp of each block's scores.
 
     Without `block_sums` those are None. They are in the order of the blocks, from the first that one of the rows read
-    together may see. Each KV head reads on from its `skipped` blocks, as many for all rows that are read together, and
-    the blocks are in order from there.
+    together may attend to. Each KV head starts after its `skipped` blocks, as many for all rows that are read together,
+    and the sums are in order from there.
     """
     at, (table, layers) = chunk.at, own_pages(chunk, cached)
     if skipped is not None:
@@ -34,7 +34,7 @@ def read_all(
     return _read(plant, softmax, queries, cached, table, None, None, chunk.lengths, at, block_sums=block_sums, **layers)
 
 
-def read_chosen(
+def read_selected(
     plant: Plant,
     softmax: Softmax,
     queries: Float[Array, "q c d"],
@@ -44,9 +44,9 @@ def read_chosen(
     counts: Int[Array, "r k"],
     opened: Bool[Array, "r k n"],
 ) -> tuple[Float[Array, "_ h d"], Float[Array, "_ h m"]]:
-    """Return attention to each row's `opened` blocks, and the log-sum-exp of the scores of each one listed.
+    """Return attention to each row's `opened` blocks, and the log-sum-exp of the scores of each listed one.
 
-    The first `counts` of those `listed` are the blocks opened, in ascending order.
+    The first `counts` of the `listed` blocks are the opened ones, in ascending order.
     """
     at, (table, layers), readers = chunk.at, own_pages(chunk, cached), None
     if at is not None:
@@ -75,14 +75,14 @@ def read_listed(
 
 
 def own_pages(chunk: Chunk, cached: LayerCache) -> tuple[Int[Array, "r n"], dict[str, Any]]:
-    """Return the page table of a chunk in one layer, and of stacked layers which turn of how many it numbers."""
+    """Return the page table of a chunk in one layer and, for stacked layers, its turn and their number."""
     if chunk.turn is None or chunk.own_table is None:
         return chunk.table, {}
     return chunk.own_table, {"turn": chunk.turn, "depth": cached.depth}
 
 
 def list_blocks(mask: Bool[Array, "b k n"]) -> tuple[Int[Array, "b k n"], Int[Array, "b k"]]:
-    """Return the ids of the True blocks in ascending order, and how many there are; the rest is padding."""
+    """Return the ids of the True blocks in ascending order, and their number; the rest is padding."""
     num_blocks = mask.shape[-1]
     running = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
     place = jnp.where(mask, running - 1, num_blocks)
@@ -106,7 +106,7 @@ def _read(
     **more: Any,
 ) -> tuple[Float[Array, "_ h d"], Float[Array, "_ h m"] | None]:
     rows_per_slot = 1
-    if at is not None:  # which leaves none of the queries beside the rows
+    if at is not None:  # no queries beyond the rows remain
         row, rows_per_slot = at.reshape(-1), at.shape[1]
         num_rows, queries, table, lengths = len(table), queries[row], table[at[:, 0]], lengths[row]
     found = paged_attention(

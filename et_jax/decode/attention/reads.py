@@ -1,4 +1,4 @@
-"""What attention read: of one layer, and gathered over all."""
+"""Records of the blocks that attention read: of one layer, and gathered over all."""
 
 from functools import cache, partial, reduce
 from typing import Any
@@ -19,16 +19,16 @@ from et_jax.types import pytree, replace, static
 
 @pytree
 class ReadStats:
-    """What attention read, gathered over layers.
+    """The blocks that attention read, gathered over layers.
 
-    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise where a selector
-    looked; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
-    `entropies` sums each query head's attention entropy over the layers whose blocks were chosen by this
-    token, `num_entropies` counts those heads and `least_entropy` is the least (inf where there are none).
-    `block_masks` holds each layer's packed mask, `block_masses` the share of mass of every query head and block, where
-    selectors go by it (None elsewhere). `heavy_blocks` are those that held the mass, packed, of all layers and of one
-    row a slot, for a model that drafts for itself, none where it was not asked (`pruned`). `experts` are those
-    that the rows took, None where the model has none.
+    `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise those that a selector
+    scored; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    `entropies` sums each query head's attention entropy over the layers whose blocks were selected at this
+    token, `num_entropies` counts those heads and `least_entropy` is the least (inf if there are none).
+    `block_masks` has each layer's packed mask, `block_masses` the share of mass of every query head and block, if
+    selectors use it (else None). `heavy_blocks` has the blocks with most of the mass, packed, of all layers and of one
+    row a slot, for a self-drafting model, none for rows that are not asked for (`pruned`). `experts` are those
+    of the rows, None for a model without experts.
     """
 
     blocks_read: Int[Array, " b"]
@@ -44,13 +44,13 @@ class ReadStats:
 
     @property
     def reads(self) -> Int[Array, "b l k"]:
-        """The blocks that each layer and KV head read."""
+        """The number of blocks that each layer and KV head read."""
         words = jax.lax.population_count(self.block_masks)
         return jnp.sum(words.astype(jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 def no_reads(batch: int) -> ReadStats:
-    """Return stats of nothing read, of no layers."""
+    """Return empty stats, of no layers."""
     zeros, ones = jnp.zeros(batch, jnp.int32), jnp.ones(batch, jnp.float32)
     return ReadStats(
         blocks_read=zeros,
@@ -65,10 +65,10 @@ def no_reads(batch: int) -> ReadStats:
 
 @pytree
 class LayerReads:
-    """What attention read of one layer: fields as those of `ReadStats`; a layer that chose nothing has no `by_head`.
+    """The record of one layer: fields as in `ReadStats`; without a selector there is no `by_head`.
 
-    How many blocks that is follows from the mask. `block_lse` is the log-sum-exp of each block, in nats, of the rows
-    whose drafts go by it.
+    The number of blocks follows from the mask. `block_lse` is the log-sum-exp of each block, in nats, of the rows
+    whose drafts use it.
     """
 
     block_mask: UInt32[Array, "b k n32"]
@@ -79,9 +79,9 @@ class LayerReads:
 
 @pytree
 class AllRead:
-    """Stands for the notes of a layer of which all within the `window` was read.
+    """The record of a layer that read everything within the `window`.
 
-    That follows from lengths alone: `written_out` works it out once for all layers of a window, after all of them.
+    The blocks follow from the lengths: `written_out` computes them once for all layers of a window, after all layers.
     """
 
     window: int | None = static(default=None)
@@ -89,25 +89,25 @@ class AllRead:
 
 @pytree
 class ByHead:
-    """What choosing blocks came to for every query head: the share of mass `kept`, and the entropy of attention."""
+    """The result of a selection for every query head: the share of mass `kept`, and the entropy of attention."""
 
     kept: Float[Array, "r *l h"]
     entropy: Float[Array, "r *l h"]
 
 
-def chosen_reads(
-    notes: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
+def selected_reads(
+    records: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
 ) -> ReadStats:
-    """Return what choosing blocks came to over all layers that did; masks and masses are those of no layer.
+    """Return the stats of block selection over the layers that select blocks; without masks and masses.
 
-    Rows that are not `scored` keep their `kept_mass`; `summaries` are inspected of each layer of the others.
+    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer.
     """
     found = [
         jax.tree.map(lambda x: x[:, None], one.by_head)
-        if isinstance(note, LayerReads)
+        if isinstance(record, LayerReads)
         else jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), one.by_head)
-        for note in notes
-        for one in (note.of_period if isinstance(note, Turns) else (note,))
+        for record in records
+        for one in (record.of_period if isinstance(record, Turns) else (record,))
         if isinstance(one, LayerReads) and one.by_head is not None
     ]
     stats = no_reads(len(scored))
@@ -115,7 +115,7 @@ def chosen_reads(
         return stats
     of_all = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
     _, layers, heads = of_all.kept.shape
-    # layers by themselves one after the other, those of a scan together
+    # unstacked layers one after the other, those of a scan together
     entropies = reduce(jnp.add, (jnp.sum(total(one.entropy), axis=1) for one in found), stats.entropies)
     return replace(
         stats,
@@ -130,24 +130,24 @@ def chosen_reads(
 def reads_of(
     opened: Bool[Array, "r k n"], mass: Float[Array, "r h n"] | None, block_lse: Float[Array, "s h n"] | None = None
 ) -> LayerReads:
-    """Return the notes of a layer of which these blocks were read, and none was chosen."""
+    """Return the record of a layer without a selector that read these blocks."""
     return LayerReads(block_mask=pack_blocks(opened), block_mass=mass, block_lse=block_lse)
 
 
 def written_out(
-    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, notes: tuple[Any, ...]
+    plant: Plant, chunk: Chunk, skipped: Int[Array, "r l k"] | None, records: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Return the notes of all layers in order with those of layers that read all in place of every `AllRead`.
+    """Return the records of all layers in order, with every `AllRead` replaced by a `LayerReads`.
 
-    `skipped` counts the blocks at the beginning that a KV head of a layer holds nothing of.
+    `skipped` counts the leading blocks in which a KV head of a layer has no entries.
     """
 
     @cache
     def within(window: int | None) -> Bool[Array, "r n"]:
         return blocks_of(chunk.table, chunk.lengths, plant.page_size, window).readable
 
-    def of_layer(note: AllRead, number: int | Int[Array, ""]) -> LayerReads:
-        readable = within(note.window)[:, None]
+    def of_layer(record: AllRead, number: int | Int[Array, ""]) -> LayerReads:
+        readable = within(record.window)[:, None]
         opened = jnp.broadcast_to(readable, (len(readable), plant.model.num_kv_heads, readable.shape[-1]))
         if skipped is not None:
             opened = opened & (jnp.arange(opened.shape[-1]) >= entry(skipped, number, axis=1)[..., None])
@@ -155,16 +155,16 @@ def written_out(
 
     found: list[Any] = []
     number = 0
-    for note in notes:
-        turns = note if isinstance(note, Turns) else None
-        of_period = (note,) if turns is None else turns.of_period
+    for record in records:
+        turns = record if isinstance(record, Turns) else None
+        of_period = (record,) if turns is None else turns.of_period
         depth = 1 if turns is None else turns.depth
-        told = []
+        outputs = []
         for first, one in enumerate(of_period, number):
             if isinstance(one, AllRead):
                 numbers = first + len(of_period) * jnp.arange(depth)
                 one = of_layer(one, first) if turns is None else jax.vmap(partial(of_layer, one))(numbers)
-            told.append(one)
-        found.append(told[0] if turns is None else replace(turns, of_period=tuple(told)))
+            outputs.append(one)
+        found.append(outputs[0] if turns is None else replace(turns, of_period=tuple(outputs)))
         number += len(of_period) * depth
     return tuple(found)

@@ -1,6 +1,6 @@
-"""Choosing blocks over the cache: a selector runs for every row and KV head.
+"""Block selection over the cache: a selector runs for every row and KV head.
 
-Selectors see one sequence's blocks (`control.view.BlockView`); the cache holds pages. This module makes the one of the
+Selectors see one sequence's blocks (`control.view.BlockView`); the cache has pages. This module converts one into the
 other.
 """
 
@@ -118,10 +118,10 @@ def selector_inputs(
 
 
 def view_of(layer: LayerKind, inputs: SelectorInputs) -> BlockView:
-    """Return what a selector sees of one row and KV head.
+    """Return the view of one row and KV head.
 
     The last block of the row is summarised here, from its own keys and values up to the row's end: the page's stored
-    summary covers all tokens written to it, those of rows that share it and those after this row's end too.
+    summary covers all tokens written to it, including those of other rows that share it and those after this row's end.
     """
     length, n, page_size, soft_cap = inputs.length, inputs.middle.shape[-1], layer.page_size, layer.soft_cap
     blocks = layer.extent(length, n)
@@ -170,20 +170,20 @@ def view_of(layer: LayerKind, inputs: SelectorInputs) -> BlockView:
 
 
 def _mean_values(mean: Float[Array, "k p e"], blocks: Blocks, head_dim: int) -> Float[Array, "b k n d"]:
-    """The mean value of every block. On a CPU in pieces up to the longest row, and 0 beyond."""
+    """Return the mean value of every block. On a CPU in pieces up to the longest row, and 0 beyond."""
     b, n = blocks.table.shape
     if platform() != "cpu":
         return mean_values(mean, blocks.table, head_dim)
     m = min(PIECE, n)
 
     def step(i: Int[Array, ""], values: Float[Array, "b k n d"]) -> Float[Array, "b k n d"]:
-        # the barrier keeps XLA from working the pages out again for every element of the gather
+        # the barrier keeps XLA from computing the pages again for every element of the gather
         table = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(blocks.table, i * m, m, axis=1))
         piece = mean_values(mean, table, head_dim)
-        return jax.lax.dynamic_update_slice_in_dim(values, piece, i * m, axis=2)  # past the end both start before it
+        return jax.lax.dynamic_update_slice_in_dim(values, piece, i * m, axis=2)  # clamped at the end like the read
 
     empty = jnp.zeros((b, mean.shape[0], n, head_dim), jnp.float32)
-    return jax.lax.fori_loop(0, (blocks.most_held + m - 1) // m, step, empty)
+    return jax.lax.fori_loop(0, (blocks.most_blocks + m - 1) // m, step, empty)
 
 
 def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes: bool, backend: str) -> Any:
@@ -216,27 +216,27 @@ def _scores(
 
 
 def _mean_surprisal(surprisal: Float[Array, "p s"], blocks: Blocks) -> Float[Array, "b n"]:
-    each = surprisal[blocks.table % len(surprisal)]  # pages of later layers of a stack are further on, by whole pools
+    each = surprisal[blocks.table % len(surprisal)]  # pages of later layers of a stack are offset by entire pools
     counts = jnp.arange(each.shape[-1]) < blocks.num_tokens[..., None]
     return total(jnp.where(counts, each, 0.0)) / jnp.maximum(blocks.num_tokens, 1).astype(jnp.float32)
 
 
 def selection_of(
-    layer: LayerKind, most_held: Int[Array, ""] | None, selector: Selector, inputs: SelectorInputs
+    layer: LayerKind, most_blocks: Int[Array, ""] | None, selector: Selector, inputs: SelectorInputs
 ) -> Selection:
-    """Return what a selector chooses for one row and KV head, without unreadable blocks and with the certain ones."""
-    view = replace(view_of(layer, inputs), most_held=most_held)
+    """Return the selection for one row and KV head, without unreadable blocks and with the certain ones."""
+    view = replace(view_of(layer, inputs), most_blocks=most_blocks)
     own = layer.extent(view.length, view.start.shape[0])
-    chosen = selection(selector, view)
-    return replace(chosen, opened=(chosen.opened & own.readable) | own.certain)
+    selected = selection(selector, view)
+    return replace(selected, opened=(selected.opened & own.readable) | own.certain)
 
 
 @pytree
-class ChosenBlocks:
+class SelectedBlocks:
     """The blocks that every row and KV head attends to: packed, and `listed` in ascending order, the first `count`.
 
     `estimate`, `upper` and `shares` are as in `Selection`. `entropy` is that of attention over the estimates, `place`
-    the place of every block in the list, None unless asked for.
+    the place of every block in the list, None unless requested.
     """
 
     mask: UInt32[Array, "*b n32"]
@@ -256,10 +256,10 @@ class ChosenBlocks:
 
 @pytree
 class Fallback:
-    """The rows that do not attend to what their selector chooses at this token: fields as those of `Selected`.
+    """The rows that do not use this token's selection: fields as in `BlockSparse`.
 
     A row that is not `long` attends to all blocks. A row that is not `fresh` attends to the blocks packed in `last`.
-    Truths are 0 and 1.
+    Booleans are 0 and 1.
     """
 
     long: Any
@@ -267,12 +267,12 @@ class Fallback:
     last: Any
 
 
-def chosen_blocks(
-    layer: LayerKind, with_place: bool, chosen: Selection, length: Int[Array, ""], fallback: Fallback | None
-) -> ChosenBlocks:
-    """Return the blocks that one row and KV head attends to, as attention kernels take them."""
-    num_blocks = chosen.opened.shape[0]
-    own, opened = layer.extent(length, num_blocks), chosen.opened
+def selected_blocks(
+    layer: LayerKind, with_place: bool, selected: Selection, length: Int[Array, ""], fallback: Fallback | None
+) -> SelectedBlocks:
+    """Return the blocks that one row and KV head attends to, in the form of the attention kernels."""
+    num_blocks = selected.opened.shape[0]
+    own, opened = layer.extent(length, num_blocks), selected.opened
     if fallback is not None:
         if fallback.last is not None:
             last = unpack_blocks(fallback.last)[:num_blocks]
@@ -280,14 +280,14 @@ def chosen_blocks(
         opened = jnp.where(fallback.long > 0, opened, own.readable)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     before = jnp.cumsum(opened, dtype=jnp.int32)
-    return ChosenBlocks(
+    return SelectedBlocks(
         mask=pack_blocks(opened),
         # the others follow, the last first
         listed=Placed(array=block, place=jnp.where(opened, before - 1, num_blocks - 1 - (block - before))),
         count=jnp.sum(opened, dtype=jnp.int32),
-        estimate=chosen.estimate,
-        upper=chosen.upper,
-        entropy=attention_entropy(chosen.estimate, own.num_tokens > 0),
+        estimate=selected.estimate,
+        upper=selected.upper,
+        entropy=attention_entropy(selected.estimate, own.num_tokens > 0),
         place=jnp.maximum(before - 1, 0) if with_place else None,
-        shares=chosen.shares,
+        shares=selected.shares,
     )

@@ -13,11 +13,11 @@ PIECE = 32  # blocks whose mean values are gathered at once on a CPU
 
 @pytree
 class PageSummary:
-    """What is known of each page without reading it, once all its tokens are written.
+    """The summary of each page, valid once all its tokens are written.
 
-    `key_box` holds the channelwise minimum of the keys in its first half and the maximum in its second;
+    `key_box` has the channelwise minimum of the keys in its first half and the maximum in its second;
     `mean` the mean key, then the mean value; `value_radius` the greatest distance of a value from the
-    mean value. Laid out as a cached token is, key part first.
+    mean value. The layout is that of a cached token, key part first.
     """
 
     key_box: Float[Array, "k *p e"]
@@ -37,7 +37,7 @@ class OnePage:
 
 
 def summary_of(key: Float[Array, "s d"], value: Float[Array, "s d"], counts: Bool[Array, " s"]) -> OnePage:
-    """Return the summary of one page, of which these tokens count."""
+    """Return the summary of one page, of whose tokens `counts` are valid."""
     keep, num_tokens = counts[:, None], jnp.maximum(jnp.sum(counts, dtype=jnp.int32), 1).astype(jnp.float32)
     mean = total(jnp.where(keep, value.astype(jnp.float32), 0.0), 0) / num_tokens
     apart = jnp.where(keep, value.astype(jnp.float32) - mean, 0.0)
@@ -51,7 +51,7 @@ def summary_of(key: Float[Array, "s d"], value: Float[Array, "s d"], counts: Boo
 
 
 def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], head_dim: int) -> PageSummary:
-    """Return the summary of `pages`, of which the first `num_tokens` tokens count."""
+    """Return the summary of `pages`, of whose tokens the first `num_tokens` are valid."""
     d, e = head_dim, pages.shape[-1]
     keep = (jnp.arange(pages.shape[-2]) < num_tokens[..., None])[None, ..., None]
     key, value = pages[..., :d], pages[..., d : 2 * d]
@@ -79,7 +79,7 @@ def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> In
 def coded_in(
     key: Float[Array, "*p s d"], low: Float[Array, "*p d"], high: Float[Array, "*p d"]
 ) -> Int8[Array, "*p s d"]:
-    """Return the 8-bit codes of keys between a least and a greatest, in float32."""
+    """Return the 8-bit codes of keys between a minimum and a maximum, in float32."""
     scale = ((high - low) / 255.0)[..., None, :]
     code = (key.astype(jnp.float32) - low[..., None, :]) / jnp.where(scale > 0, scale, 1.0) - 128.0
     code = jnp.clip(jnp.round(code), -128.0, 127.0)
@@ -93,7 +93,7 @@ def summarised(
     page: Int[Array, "*b"],
     head_dim: int,
 ) -> tuple[PageSummary, Int8[Array, "k p sd"] | None]:
-    """Return the summaries and codes of a layer with those of these full pages. Pages past the end are dropped.
+    """Return the summaries and codes of a layer, updated by these full pages. Pages past the end are dropped.
 
     `tokens` are those of the pages, dequantized.
     """
@@ -119,7 +119,7 @@ def summarised_by_kernel(
     depth: int = 1,
     interpret: bool = False,
 ) -> tuple[PageSummary, Int8[Array, "k p sd"] | None]:
-    """Return what `summarised` returns, by a GPU kernel. Page 0 is no page; `turn` and `depth` are as in `Pages`."""
+    """Return what `summarised` returns, by a GPU kernel. Page 0 is ignored; `turn` and `depth` are as in `Pages`."""
     d, page, width = head_dim, page.reshape(-1), old.key_box.shape[-1]
 
     def of_page(key: Array, value: Array, key_scale: Array | None, value_scale: Array | None) -> tuple:

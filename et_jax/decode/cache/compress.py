@@ -1,7 +1,7 @@
-"""Compressing a cache amid decoding: what each head keeps is gathered into fewer pages, the rest is forgotten.
+"""Cache compression during decoding: the kept entries of each head are gathered into fewer pages, the rest is dropped.
 
-Keys are rotated by their positions before they are cached, so a kept entry is moved, never changed. A token's place in
-the cache is from then on its position less the slot's `shift`.
+Keys are rotated by their positions before they are cached, so a kept entry is moved, never changed. After a
+compression a token's place in the cache is its position less the slot's `shift`.
 """
 
 from functools import partial
@@ -26,17 +26,17 @@ from et_jax.types import replace
 
 @jax.named_scope("compress")
 def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) -> tuple[DecodeState, Bool[Array, ""]]:
-    """Keep of a slot's cache what `config.compression` says, in pages of its own; False where pages ran out.
+    """Compress a slot's cache as `config.compression` specifies, into newly allocated pages; False if pages ran out.
 
-    Nothing changes where pages ran out, or where the sequence fits into its region (which is True). The slot's pages
-    are given back first: those that others hold too stay with them, and it takes others. When a sequence is due
-    `Compression.point` says, and no step drafts beyond that. Raises ValueError for a decoder that never compresses.
+    Nothing changes if pages ran out, or if the sequence fits into its region (which is True). The slot's pages
+    are released first, and shared ones stay with their other holders. `Compression.point` determines when a sequence
+    is compressed, and no step drafts beyond that. Raises ValueError for a decoder without compression.
     """
     own, how = state.plants[MODEL], config.compression
     if own.shift is None or how is None:
-        raise ValueError("compression: got None, wanted what this decoder is to keep")
+        raise ValueError("compression: got None, wanted a Compression in the configuration of this decoder")
     layout = how.layout(config.page_size, config.model.windows)
-    if layout.region >= config.blocks_per_slot:  # no sequence outgrows it
+    if layout.region >= config.blocks_per_slot:  # every sequence fits
         return state, jnp.ones((), bool)
     room = layout.region * config.page_size
     grown = state.num_cached[slot] > room
@@ -45,7 +45,7 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
     done = granted[slot] & grown
 
     num_pages = own.cache.layers[0].num_pages
-    into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool where nothing is done
+    into = jnp.where(done, table.pages[slot, : layout.region], num_pages)  # past the pool if nothing is done
     cache, skipped = _gathered(config, how, layout, state, slot, into)
     shift = jnp.where(done, state.length[slot] - room, own.shift[slot])
     own = replace(own, cache=cache, shift=own.shift.at[slot].set(shift))
@@ -59,7 +59,7 @@ def compress(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""]) ->
 
 
 def _without_heavy_blocks(state: DecodeState, slot: Int[Array, ""], done: Bool[Array, ""]) -> DecodeState:
-    """The state in which nothing is noted of where the mass of a slot lies, so that its model drafts nothing once."""
+    """Return the state without the slot's heavy blocks, so that its model skips one draft."""
     if state.heavy_blocks is None:
         return state
     blocks = jnp.where(done, jnp.zeros_like(state.heavy_blocks[slot]), state.heavy_blocks[slot])
@@ -74,10 +74,10 @@ def _gathered(
     slot: Int[Array, ""],
     into: Int[Array, " m"],
 ) -> tuple[kv.KVCache, Int[Array, "l k"]]:
-    """The cache with what `_kept` says of every layer in the pages `into`, and the blocks that each head leaves out.
+    """Return the cache with every layer's `_kept` entries in the pages `into`, and the blocks that each head skips.
 
-    It looks through no more blocks than the sequence holds. One that is compressed again and again holds few, however
-    long it may be: the longest are for the first time.
+    It reads only the blocks of the sequence. A repeatedly compressed sequence has few, however
+    long it is: long reads occur only at the first compression.
     """
     own, stacks = state.plants[MODEL], stacks_of(config.model, config.stacked)
 
@@ -89,8 +89,8 @@ def _gathered(
             return kv.with_place(cache, layer.place, place), left_out
 
         slot, into = given
-        cache, told = through(stacks, layout.layers, run, carry[0])
-        return cache, by_layer(told, lambda left_out: left_out, axis=0)
+        cache, outputs = through(stacks, layout.layers, run, carry[0])
+        return cache, by_layer(outputs, lambda left_out: left_out, axis=0)
 
     most, few = config.blocks_per_slot, layout.region - -how.every // config.page_size
     carry, given = (own.cache, jnp.zeros((config.model.num_layers, config.model.num_kv_heads), jnp.int32)), (slot, into)
@@ -111,16 +111,16 @@ def _kept(
     layer: Layer,
     num_blocks: int,
 ) -> tuple[kv.LayerCache, Int[Array, " k"]]:
-    """The pages of a region with what a layer keeps, and how many blocks at its beginning each KV head leaves out.
+    """Return the pages of a region with a layer's kept entries, and how many leading blocks each KV head skips.
 
-    All that is cached of the slot stands in its first `num_blocks`.
+    The slot's cached tokens are in its first `num_blocks` blocks.
     """
     own = state.plants[MODEL]
     assert own.shift is not None
     size, d, (k, _, _, e) = config.page_size, config.model.head_dim, cached.pages.shape
-    held = cached.numbers(state.table.pages[slot, :num_blocks], layer.turn)
-    stored = cached.pages[:, held].reshape(k, -1, e)  # in the order of places
-    scales = None if cached.kv_scales is None else cached.kv_scales[:, held].swapaxes(2, 3).reshape(k, -1, 2)
+    source = cached.numbers(state.table.pages[slot, :num_blocks], layer.turn)
+    stored = cached.pages[:, source].reshape(k, -1, e)  # in the order of places
+    scales = None if cached.kv_scales is None else cached.kv_scales[:, source].swapaxes(2, 3).reshape(k, -1, 2)
     skips = jnp.zeros(k, jnp.int32) if own.skipped is None else layer.of(own.skipped[slot], axis=0)
     last = at = None
     if own.queries is not None:
@@ -128,7 +128,7 @@ def _kept(
         last, at = queries.newest(every, state.length[slot], own.shift[slot], how.window)
     count = state.num_cached[slot]
     entries = Entries(
-        keys=cached.tokens(held, d).reshape(k, -1, e)[..., :d],
+        keys=cached.tokens(source, d).reshape(k, -1, e)[..., :d],
         first=skips * size,
         count=count,
         queries=last,

@@ -1,6 +1,6 @@
-"""Keys and values in 8 bits: what stands for the numbers of a token in a cache, and what they are read as.
+"""Keys and values in 8 bits: the stored codes and scales of a token, and the values they are read as.
 
-The key and the value of a token in one KV head have a scale each. Nothing here knows pages, but for their axes.
+The key and the value of a token in one KV head have a scale each. Nothing here depends on pages, except their axes.
 """
 
 import jax
@@ -11,27 +11,27 @@ from jaxtyping import Array, Float, Int8, Shaped
 from et_jax.pallas.checks import EIGHT_BITS
 
 NAMED_8_BITS = dict(zip(("int8", "fp8"), EIGHT_BITS, strict=True))
-"""The dtypes of a cache in 8 bits, by the names that callers give them; "fp8" has 4 bits of exponent, 3 of mantissa."""
+"""The 8-bit dtypes of a cache, by their public names; "fp8" has 4 bits of exponent, 3 of mantissa."""
 LARGEST = dict(zip(EIGHT_BITS, (127.0, 448.0), strict=True))
-"""The largest number that a cache of each of these dtypes holds."""
+"""The largest number of each of these dtypes."""
 
 
 def dtype_named(name: str) -> jnp.dtype:
-    """Return the dtype of a cache by the name that callers give it."""
+    """Return the dtype of a cache by its public name."""
     return NAMED_8_BITS.get(name) or jnp.dtype(name)
 
 
 def dtype_name(dtype: DTypeLike) -> str:
-    """Return the name that callers give a dtype of a cache."""
+    """Return the public name of a dtype of a cache."""
     return {dtype: name for name, dtype in NAMED_8_BITS.items()}.get(jnp.dtype(dtype), jnp.dtype(dtype).name)
 
 
 def quantized(x: Float[Array, "*b d"], dtype: DTypeLike) -> tuple[Shaped[Array, "*b d"], Float[Array, "*b"]]:
     """Return keys or values in 8 bits, each divided by its scale and rounded to the nearest, and the scales.
 
-    Of what is not finite the scale alone tells.
+    Only the scale shows that an input is not finite.
     """
-    # said in words: a rounding to bfloat16 that is widened again XLA leaves out, in one program and not in another
+    # explicit: XLA removes a rounding to bfloat16 that is widened again, in one program and not in another
     given, largest = jnp.finfo(x.dtype), LARGEST[jnp.dtype(dtype)]
     x = jax.lax.reduce_precision(x.astype(jnp.float32), given.nexp, given.nmant)
     scale = jnp.max(jnp.abs(x), axis=-1) / largest

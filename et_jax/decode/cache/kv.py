@@ -1,4 +1,4 @@
-"""The KV cache: pages of keys and values, and a summary of every page where selectors need one."""
+"""The KV cache: pages of keys and values, and a summary of every page if selectors need one."""
 
 from functools import partial
 
@@ -18,17 +18,17 @@ from et_jax.types import pytree, replace, static
 
 @pytree
 class LayerCache:
-    """Pages of a layer, or of `depth` layers in turn: key and value of a token side by side, then padding.
+    """Pages of one layer, or of `depth` stacked layers: key and value of a token side by side, then padding.
 
-    Every array has one axis of pages, the second. A page of the page table is that number of the first layer, and so
-    many further on of the next (`num_pages`), so that what reads and writes pages knows no layers.
+    Every array has one axis of pages, the second. A page-table entry is the page's number in the first layer; each
+    further layer adds `num_pages`, so code that reads and writes pages is independent of layers.
 
-    In 8 bits the numbers of a token's key are multiplied by one scale and those of its value by another, which are in
-    `kv_scales`: the largest of the key, or the value, over the largest number that 8 bits have, and not finite where
-    that is not. So what stands for a token depends on that token alone.
+    In 8 bits a token's key and its value are multiplied by one scale each, stored in
+    `kv_scales`: the greatest magnitude of the key, or the value, over the greatest 8-bit number, and not finite if
+    the former is not. The stored form of a token depends only on that token.
 
-    `summary` is None where every block is read whatever it holds. `key_codes` are 8-bit copies of the keys
-    for certified selection, a page's tokens side by side; None unless asked for. A key is
+    `summary` is None if every layer uses full attention. `key_codes` are 8-bit copies of the keys
+    for certified selection, a page's tokens side by side; None unless requested. A key is
     code * scale + offset, channel by channel, with scale = (max - min) / 255 and offset = min + 128 scale
     of the page's box, rounded to the nearest.
     """
@@ -45,38 +45,38 @@ class LayerCache:
         return self.pages.shape[1] // self.depth
 
     def numbers(self, pages: Int[Array, "..."], turn: int | Int[Array, "..."] | None) -> Int[Array, "..."]:
-        """Return which pages of these arrays the numbers of a page table are, of the layer at a turn.
+        """Return the indices in these arrays of page-table entries, for the layer at a turn.
 
-        Numbers past the last page stay past the end. None is the turn of a layer that has the arrays for itself.
+        Numbers past the last page stay past the end. The turn of an unstacked layer is None.
         """
         if turn is None:
             return pages
         return jnp.where(pages < self.num_pages, pages + turn * self.num_pages, self.pages.shape[1])
 
     def of_all(self, pages: Int[Array, " m"]) -> Int[Array, " lm"]:
-        """Return which pages of these arrays the numbers of a page table are, of one layer after the other."""
+        """Return the indices in these arrays of page-table entries, for one layer after the other."""
         if self.depth == 1:
             return pages
         return self.numbers(pages, jnp.arange(self.depth, dtype=pages.dtype)[:, None]).reshape(-1)
 
     @property
     def summaries(self) -> PageSummary:
-        """The summary of every page. Raises ValueError for a cache that keeps none."""
+        """The summary of every page. Raises ValueError for a cache without summaries."""
         if self.summary is None:
-            raise ValueError("cache: got one that keeps no summaries, by which blocks are chosen")
+            raise ValueError("cache: got one without summaries, which block selection requires")
         return self.summary
 
     def tokens(self, page: Int[Array, "*p"], head_dim: int) -> Float[Array, "k *p s e"]:
-        """Return the tokens of these pages as they are read."""
+        """Return the tokens of these pages, dequantized."""
         return dequantized(self.pages[:, page], None if self.kv_scales is None else self.kv_scales[:, page], head_dim)
 
 
 @pytree
 class KVCache:
-    """The pages of every layer in order; where layers are stacked, of those at every place (`models.stacks.Stack`).
+    """The pages of every layer in order; if layers are stacked, of those at every place (`models.stacks.Stack`).
 
-    `surprisal` holds -log p of every cached token given those before it, in nats, page by page; None
-    unless asked for.
+    `surprisal` has -log p of every cached token given those before it, in nats, page by page; None
+    unless requested.
     """
 
     layers: tuple[LayerCache, ...]
@@ -84,7 +84,7 @@ class KVCache:
 
 
 def token_width(head_dim: int) -> int:
-    """Return `e`: key and value of one head, padded to whole lanes, so that a page is one transfer on every chip."""
+    """Return `e`: key and value of one head, padded to full lanes, so that a page is one transfer on every chip."""
     return padded_width(head_dim)
 
 
@@ -106,17 +106,17 @@ def empty(
     surprisals: bool = False,
     depths: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals where asked for.
+    """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals if requested.
 
-    A `dtype` of 8 bits comes with scales, and boxes are in float32 then. The copies need `summaries`, whose boxes they
-    lie in. `depths` says how many layers lie at each place, None that each has one of its own.
+    A `dtype` of 8 bits has scales, and boxes are then in float32. The copies require `summaries`, whose boxes define
+    them. `depths` is the number of layers at each place, None for one each.
 
-    A multiple of 8 pages gets one more, which no table holds. A TPU lays the summaries of such a pool out in tiles of 8
-    pages of one head; the kernels that score blocks read all heads of a page at once, as every other number of pages is
-    laid out, and had it copy the summaries whole before each call.
+    A multiple of 8 pages gets one more, which no table uses. A TPU stores the summaries of such a pool in tiles of 8
+    pages of one head; the kernels that score blocks read all heads of a page at once, the layout of every other number
+    of pages, and would require a copy of all summaries before each call.
     """
     if key_codes and not summaries:
-        raise ValueError("key_codes: got True without summaries, in whose boxes the codes lie")
+        raise ValueError("key_codes: got True without summaries, whose boxes the codes require")
     num_pages += num_pages % SUBLANES == 0
     e, scaled = token_width(head_dim), jnp.dtype(dtype) in EIGHT_BITS
 
@@ -157,11 +157,11 @@ def write(
 ) -> LayerCache:
     """Store the first `count` of `t` new tokens from position `start` on, and summarise the pages they fill.
 
-    The pages must be reserved. `end` is how many tokens there are after all rows are stored, where several rows belong
+    The pages must be allocated. `end` is the number of tokens after all rows are stored, if several rows belong
     to one sequence; otherwise it is `start + count`. Tokens beyond `count` are dropped. `full_page` is the page that
-    each row of one token fills, in the numbers of the layer at a `turn`. A summary is worked out from the page's stored
-    tokens, so that it is exact whatever was there before; a page that is not full has none, for the block that a
-    sequence ends in is read whatever it holds.
+    each row of one token fills, in the numbers of the layer at a `turn`. A summary is computed from the page's stored
+    tokens, so it is exact whatever was there before; a partial page has none, because the block that a
+    sequence ends in is always read.
     """
     e, t, d = layer.pages.shape[3], k.shape[1], k.shape[3]
     scales = None
@@ -188,9 +188,9 @@ def with_summaries(
     full_page: Int[Array, " b"] | None = None,
     turn: Int[Array, ""] | None = None,
 ) -> LayerCache:
-    """Return a layer that keeps summaries with those of the pages that `t` new tokens fill. The rest is as in `write`.
+    """Return a layer with summaries of the pages that `t` new tokens fill. The rest is as in `write`.
 
-    The tokens are stored.
+    The tokens must be stored already.
     """
     if layer.summary is None:
         return layer
@@ -198,7 +198,7 @@ def with_summaries(
     d, num_pages = head_dim, layer.pages.shape[1]
     block = (start // page_size)[:, None] + jnp.arange((t + page_size - 2) // page_size + 1)
     full = (count[:, None] > 0) & (end[:, None] >= (block + 1) * page_size)
-    # On a GPU the kernel runs at every token: the host would wait for a condition.
+    # On a GPU the kernel runs at every token, because a condition would synchronise with the host.
     if platform() == "gpu" and fits(page_size, d) and fits(page_size, e):
         page, layers = _page_of(table, block, full, 0), {}
         if full_page is not None and turn is not None:
@@ -222,12 +222,12 @@ def _by_tokens(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
 ) -> LayerCache:
-    """The layer with new tokens stored, each by itself."""
+    """Return the layer with new tokens stored, one by one."""
     num_pages, page_size, _ = layer.pages.shape[1:]
     t = new.shape[2]
     position = start[:, None] + jnp.arange(t)
     page = _page_of(table, position // page_size, jnp.arange(t) < count[:, None], num_pages)
-    # every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU
+    # every axis but the last is indexed: a slice over heads makes XLA copy the pool to another layout in a TPU loop
     head, token = jnp.arange(len(new))[:, None, None], position % page_size
     layer = replace(layer, pages=layer.pages.at[head, page, token].set(new, mode="drop"))
     if layer.kv_scales is None or scales is None:
@@ -246,11 +246,11 @@ def by_pages(
 ) -> LayerCache:
     """Return the layer in 8 bits with new tokens stored, page after page of row after row.
 
-    To store a token of 8 bits by itself XLA lays the whole pool out anew on a TPU, where four tokens share a word.
+    On a TPU four tokens share a word: storing a single one makes XLA copy the entire pool to another layout.
     """
     heads, _, page_size, e = layer.pages.shape
     t = new.shape[2]
-    blocks = (t + page_size - 2) // page_size + 1  # that the tokens of a row may lie in
+    blocks = (t + page_size - 2) // page_size + 1  # the most blocks that a row's tokens span
     block = (start // page_size)[:, None] + jnp.arange(blocks)
     page = _page_of(table, block, block * page_size < jnp.where(count > 0, start + count, 0)[:, None], 0)
     around = [(page_size, page_size)]
@@ -259,7 +259,7 @@ def by_pages(
 
     def store(i: Int[Array, ""], stored: tuple[Array, Array]) -> tuple[Array, Array]:
         row, place = i // blocks, i % blocks
-        first = block[row, place] * page_size - start[row]  # of the new tokens, the one at the page's beginning
+        first = block[row, place] * page_size - start[row]  # the index of the new token at the page's beginning
         token = first + jnp.arange(page_size)
         mine = (token >= 0) & (token < count[row])
 
@@ -267,7 +267,7 @@ def by_pages(
             at = (0, page[row, place], 0, 0)
             old = jax.lax.dynamic_slice(pool, at, (heads, 1, *size))
             there = jax.lax.dynamic_slice(given, (0, row, *given_at), (heads, 1, *size))
-            # worked out by itself: as a part of the update it takes a fifth more cycles, by the v5e's compiler
+            # computed separately: as a part of the update it takes a fifth more cycles, by the v5e's compiler
             page_then = jax.lax.optimization_barrier(jnp.where(kept, there, old))
             return jax.lax.dynamic_update_slice(pool, page_then, at)
 
@@ -290,7 +290,7 @@ def write_surprisal(
 ) -> KVCache:
     """Store the surprisals, in nats, of the first `count` of `t` new tokens from position `start` on."""
     if cache.surprisal is None:
-        raise ValueError("surprisal: this cache keeps none")
+        raise ValueError("surprisal: this cache stores none")
     num_pages, page_size = cache.surprisal.shape
     t = surprisal.shape[1]
     position = start[:, None] + jnp.arange(t)
@@ -299,20 +299,20 @@ def write_surprisal(
 
 
 def _page_of(table: Int[Array, "b n"], block: Int[Array, "b t"], keep: Array, num_pages: int) -> Int[Array, "b t"]:
-    """Return each block's page, and one past the last page (which a write drops) where `keep` is False."""
+    """Return each block's page, and one past the last page (which a write drops) if `keep` is False."""
     last = table.shape[1] - 1
     return jnp.where(keep, jnp.take_along_axis(table, jnp.minimum(block, last), axis=1), num_pages)
 
 
 def with_place(cache: KVCache, place: int, cached: LayerCache) -> KVCache:
-    """Return the cache with other pages at a place."""
+    """Return the cache with new pages at a place."""
     return replace(cache, layers=(*cache.layers[:place], cached, *cache.layers[place + 1 :]))
 
 
 def put_layer(place: LayerCache, pages: Int[Array, " m"], taken: LayerCache) -> LayerCache:
-    """Return the arrays of a place with the pages of `taken`, of one layer, over these, whose numbers are its own.
+    """Return the arrays of a place with the pages of `taken`, of one layer, written at these indices.
 
-    Every axis but the last is indexed: a window over heads makes XLA lay the pool out anew in a loop on TPU.
+    Every axis but the last is indexed: a slice over heads makes XLA copy the pool to another layout in a TPU loop.
     """
 
     def over(x: Array, y: Array) -> Array:
@@ -324,7 +324,7 @@ def put_layer(place: LayerCache, pages: Int[Array, " m"], taken: LayerCache) -> 
 
 
 def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
-    """Return a cache of the listed pages alone, summaries and codes included."""
+    """Return a cache of only the listed pages, including summaries and codes."""
 
     def taken(place: LayerCache) -> LayerCache:
         at = place.of_all(pages)
@@ -335,7 +335,7 @@ def take_pages(cache: KVCache, pages: Int[Array, " m"]) -> KVCache:
 
 
 def put_pages(cache: KVCache, pages: Int[Array, " m"], taken: KVCache) -> KVCache:
-    """Return the cache with the pages of `taken` over the listed ones; those beyond the pool are left out."""
+    """Return the cache with the pages of `taken` written to the listed ones; those beyond the pool are dropped."""
 
     def put_all(place: LayerCache, one: LayerCache) -> LayerCache:
         at = place.of_all(pages)

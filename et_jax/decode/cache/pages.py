@@ -1,6 +1,6 @@
-"""Which page holds which block: page table, reference counts and free pages. Integers only.
+"""The page table: which page stores which block, reference counts and free pages. Integers only.
 
-Page 0 is the null page: it stands in the table where a slot holds no block and is never handed out.
+Page 0 is the null page: it is the table entry of an unallocated block and is never allocated.
 """
 
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ class PageTable:
     """Pages of every slot, and the pages that are free.
 
     `pages[b, n]` is the page of slot b's block n, 0 beyond `num_blocks[b]`. `references[p]` counts the
-    holders of page p: slots, and a cache that keeps it for later. The first `num_free` entries of `free` are the
-    pages to hand out, last first.
+    holders of page p: slots, and the prefix cache. The first `num_free` entries of `free` are the
+    free pages, allocated from the last on.
     """
 
     pages: Int[Array, "b n"]
@@ -26,7 +26,7 @@ class PageTable:
 
 
 def empty(num_slots: int, num_blocks: int, num_pages: int) -> PageTable:
-    """Return a table in which every page but the null page is free; page 1 is handed out first."""
+    """Return a table in which every page but the null page is free; page 1 is allocated first."""
     free = jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32)
     return PageTable(
         pages=jnp.zeros((num_slots, num_blocks), jnp.int32),
@@ -38,10 +38,10 @@ def empty(num_slots: int, num_blocks: int, num_pages: int) -> PageTable:
 
 
 def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[PageTable, Bool[Array, " b"]]:
-    """Grow every slot to hold `blocks` blocks, by at most `most` each; False where pages ran out.
+    """Grow every slot to `blocks` blocks, by at most `most` each; False if pages ran out.
 
-    Slots are served in order, and one that does not fit holds back those after it that need pages, so
-    that no one is overtaken. A refused slot is unchanged.
+    Slots are processed in order. One that does not fit blocks the later ones that need pages, so
+    that none overtakes it. A refused slot is unchanged.
     """
     need = jnp.clip(blocks - table.num_blocks, 0, most)
     end = jnp.cumsum(need)
@@ -62,7 +62,7 @@ def reserve(table: PageTable, blocks: Int[Array, " b"], most: int) -> tuple[Page
 
 
 def truncate(table: PageTable, surplus: Int[Array, " b"], most: int) -> PageTable:
-    """Give back the last `surplus` pages of every slot, `most` at most, which no other holds."""
+    """Release the last `surplus` pages of every slot, at most `most`, which have no other holder."""
     steps = jnp.arange(most)
     rows = jnp.arange(surplus.shape[0])[:, None]
     given = steps < surplus[:, None]  # "b most"
@@ -77,34 +77,34 @@ def truncate(table: PageTable, surplus: Int[Array, " b"], most: int) -> PageTabl
 
 
 def release(table: PageTable, slot: Int[Array, ""]) -> PageTable:
-    """Give back every page of `slot`; those without another holder become free."""
+    """Release every page of `slot`; those without another holder become free."""
     emptied = replace(table, pages=table.pages.at[slot].set(0), num_blocks=table.num_blocks.at[slot].set(0))
     return decrement(emptied, table.pages[slot], table.num_blocks[slot])
 
 
 def share(table: PageTable, slot: Int[Array, ""], pages: Int[Array, " n"], count: Int[Array, ""]) -> PageTable:
-    """Give the empty `slot` the first `count` of `pages`, which others hold and go on holding."""
-    kept = jnp.arange(pages.shape[0]) < count
+    """Add the first `count` of `pages`, which have other holders, to the empty `slot`."""
+    shared = jnp.arange(pages.shape[0]) < count
     return replace(
         increment(table, pages, count),
-        pages=table.pages.at[slot].set(jnp.where(kept, pages, 0)),
+        pages=table.pages.at[slot].set(jnp.where(shared, pages, 0)),
         num_blocks=table.num_blocks.at[slot].set(count),
     )
 
 
 def increment(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
-    """Count one more holder of the first `count` of `pages`, which are in use and differ."""
+    """Add a holder to the first `count` of `pages`, which are in use and differ."""
     place = jnp.where(jnp.arange(pages.shape[0]) < count, pages, table.references.shape[0])
     return replace(table, references=table.references.at[place].add(1, mode="drop"))
 
 
 def decrement(table: PageTable, pages: Int[Array, " m"], count: Int[Array, ""]) -> PageTable:
-    """Count one holder less of the first `count` of `pages`, which differ; those without a holder become free."""
+    """Remove a holder from the first `count` of `pages`, which differ; those without a holder become free."""
     return _freed(table, pages, jnp.arange(pages.shape[0]) < count)
 
 
 def _freed(table: PageTable, pages: Int[Array, " m"], given: Bool[Array, " m"]) -> PageTable:
-    """The table after one holder less of the pages that are `given`."""
+    """Return the table after removing a holder from the pages that are `given`."""
     num_pages = table.references.shape[0]
     references = table.references.at[jnp.where(given, pages, num_pages)].add(-1, mode="drop")
     freed = given & (references[pages] == 0)

@@ -1,7 +1,7 @@
-"""The last queries of every sequence, by which a compression ranks what it keeps.
+"""The last queries of every sequence, by which a compression ranks entries.
 
-They are kept in a ring of each slot, that of position p at place p mod its size. Where tokens are drafted there is room
-for those beside the queries that are ranked by: what is stored of a rejected token stands in the place of none of them.
+They are stored in a ring per slot, that of position p at place p mod its size. With drafts the ring has extra room,
+so that the queries of rejected tokens overwrite none that are ranked by.
 """
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ from et_jax.types import pytree
 
 @pytree
 class Watch:
-    """The tokens of a forward pass whose queries are stored: `token[r, i]` of row r, which stands at `position[r, i]`.
+    """The tokens of a forward pass whose queries are stored: `token[r, i]` of row r, at `position[r, i]`.
 
-    Those where `stored` is False are not. `slot` is that of every row, None where rows are the slots in order.
+    Those where `stored` is False are skipped. `slot` is that of every row, None if rows are the slots in order.
     """
 
     slot: Int[Array, " r"] | None
@@ -28,7 +28,7 @@ class Watch:
         return jnp.take_along_axis(q, self.token[:, :, None, None], axis=1)
 
     def store(self, queries: Float[Array, "b l w h d"], seen: Float[Array, "r i l h d"]) -> Float[Array, "b l w h d"]:
-        """Return the queries of every slot with those seen of every layer; the one at position p stands at p mod w."""
+        """Return the queries of every slot with those `seen` of every layer; the one at position p is at p mod w."""
         num_slots, _, window = queries.shape[:3]
         slot = jnp.arange(len(self.token)) if self.slot is None else self.slot
         row = jnp.where(self.stored, slot[:, None], num_slots)
@@ -36,7 +36,7 @@ class Watch:
 
 
 def of_chunk(chunk: Chunk, window: int) -> Watch:
-    """Return the watch on a chunk: the last `window` tokens of every slot, up to its end."""
+    """Return the `Watch` of a chunk: the last `window` tokens of every slot, up to its end."""
     token = chunk.count[:, None] - 1 - jnp.arange(min(window, chunk.token.shape[1]), dtype=jnp.int32)
     stored = (token >= 0) & (chunk.start[:, None] + token >= chunk.end[:, None] - window)
     position = chunk.position[:, None] + token
@@ -48,16 +48,16 @@ def newest(
 ) -> tuple[Float[Array, "w h d"], Int[Array, " w"]]:
     """Return the last `window` queries of a slot and layer, and the place in the cache of each one's token.
 
-    Their order is that of a ring of just so many, so that what is summed over them does not depend on the ring.
+    Their order is that of a ring of exactly `window`, so that sums over them do not depend on the ring's size.
     """
     at = places(length, shift, window)
     return queries[(at + shift) % len(queries)], at
 
 
 def places(length: Int[Array, ""], shift: Int[Array, ""], window: int) -> Int[Array, " w"]:
-    """Return the place in the cache of the token whose query stands at each place of a ring of `window` queries.
+    """Return the place in the cache of the token of each query in a ring of `window` queries.
 
-    The slot holds the keys of `length` tokens, of which compression left out `shift`.
+    The slot has the keys of `length` tokens; compression dropped `shift` more.
     """
     newest = length - 1
     return newest - (newest - jnp.arange(window, dtype=jnp.int32)) % window - shift

@@ -1,7 +1,7 @@
-"""Models that draft: a second one of the decoder, or the model itself, reading little.
+"""Models that draft: a second one of the decoder, or the model itself with sparse attention.
 
-Nothing that they write is ever part of a text: drafts are verified, and where the model drafts for itself, verification
-writes the keys and values of every drafted token anew.
+Their tokens are always verified. If the model drafts for itself, verification
+recomputes the keys and values of every drafted token.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from et_jax.control import entropy
 from et_jax.control.switch import MODEL, SMALL
 from et_jax.decode.attention.pruned import Heavy, heavy
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.drafting.drafts import Drafting, Drafts, Pruned
@@ -29,10 +29,10 @@ from et_jax.types import replace
 def draft(
     config: DecoderConfig, how: Drafting, weights: Weights, state: DecodeState, rows: Rows, count: Int[Array, " r"]
 ) -> tuple[DecodeState, Drafts]:
-    """Have the small model write what follows the newest token of each row: `count` tokens, or fewer where it stops.
+    """Draft with the small model what follows the newest token of each row: `count` tokens, or fewer if it stops.
 
-    First it reads what it has not seen of the texts. Each token is drawn as the model will draw it, with the same
-    noise, temperature, truncation and penalties, so that the two agree as often as their distributions let them.
+    It first catches up with the sequences. Each token is sampled as the model will sample it, with the same
+    noise, temperature, truncation and penalties, which maximises the acceptance rate of similar distributions.
     """
     plant, params, own = config.plants[SMALL], weights[SMALL], state.plants[SMALL]
     table, text = rows.take(state.table.pages), rows.take(state.text)
@@ -40,7 +40,7 @@ def draft(
     behind = (count > 0) & (before < position - 1)
     wanted = jnp.where(behind, position, before)
     own, caught_up, _ = catch_up(plant, params, own, rows.slot, table, text, wanted, config.chunk)
-    # The key of a draft that held as a whole is not written yet: it goes before the newest token.
+    # After a fully accepted draft the key of its last token is missing: it is written before the newest token.
     one_behind = (count > 0) & (rows.take(own.num_cached) < position)
     last = jnp.take_along_axis(text, jnp.maximum(position - 1, 0)[:, None], axis=1)[:, 0]
     num_rows = position.shape[0]
@@ -53,7 +53,7 @@ def draft(
     )
 
     def read(own: PlantState, rows: Rows, table: Int[Array, "r n"], end: Int[Array, " r"]) -> tuple:
-        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), Whole())
+        logits, own, _, took = extend(plant, params, own, of_rows(rows, table, end), FullAttention())
         return logits[:, 0], own, of_chunks(plant, rows.run.astype(jnp.int32), rows.position + 1, took)
 
     def going(carry: tuple) -> Bool[Array, ""]:
@@ -93,7 +93,7 @@ def draft_pruned(
     rows: Rows,
     count: Int[Array, " r"],
 ) -> tuple[DecodeState, Drafts]:
-    """Have the model itself write what follows the newest token of each row, reading few blocks; otherwise as `draft`.
+    """Draft with the model itself what follows the newest token of each row, reading few blocks; otherwise as `draft`.
 
     The blocks are those of `DecodeState.heavy_blocks`, listed once.
     """
@@ -131,7 +131,7 @@ def draft_pruned(
 
 
 def _shared(each: Work, more: Work, num_rows: int) -> Work:
-    """The work of each row, with what rows share counted once."""
+    """Return the work of each row, with shared work counted once."""
     if each.experts is not None and more.experts is not None:
         each = replace(each, experts=replace(each.experts, touched=more.experts.touched[:num_rows]))
     return replace(each, passes=more.passes[:num_rows])
@@ -140,6 +140,6 @@ def _shared(each: Work, more: Work, num_rows: int) -> Work:
 def _drawn(
     state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]
 ) -> tuple[Int[Array, " r"], Bool[Array, " r"]]:
-    """The token of each row at its position, and whether a draft ends with it."""
+    """Return the token of each row at its position, and whether a draft ends with it."""
     uncertain, law = entropy.entropy(entropy.moments(logits)), state.draft_laws[0]
     return guess(state, rows, logits, position), jax.vmap(lambda one: jnp.asarray(law.stops(one)))(uncertain)

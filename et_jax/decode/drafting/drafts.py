@@ -15,23 +15,23 @@ from et_jax.decode.rows import Rows
 from et_jax.decode.work import Work
 from et_jax.types import pytree, replace
 
-_LONGEST_MATCH = 4  # tokens that a lookup compares, the newest ones
-_SHORTEST_MATCH = 2  # and that must agree: what one token alone was followed by seldom comes again
+_LONGEST_MATCH = 4  # the most newest tokens that a lookup compares
+_SHORTEST_MATCH = 2  # the fewest that must agree: the successor of a single token seldom recurs
 
 
 Drafter = Callable[[Int[Array, "r n"], Int[Array, " r"], int], Int[Array, "r t"]]
-"""From texts, the position of each one's newest token and a number to that many guesses at what follows it.
+"""From texts, the position of each one's newest token and a number to that many guesses at the following tokens.
 
-From the first that is below 0 on there is no guess.
+The first guess below 0 ends the guesses.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """The model drafts for itself, over its own cache, reading few blocks (`attention.pruned`).
+    """Self-drafting: the model drafts over its own cache, reading few blocks (`attention.pruned`).
 
-    Of each KV head they are the fewest that held `mass` of its attention at the last row of the step before, but no
-    more than a `share` of all there are; with them the first block, and those written since.
+    Each KV head reads the fewest blocks with `mass` of its attention at the last row of the previous step, at most
+    a `share` of all; and also the first block, and those written since.
     """
 
     mass: float = 0.99
@@ -43,7 +43,7 @@ class Pruned:
                 raise ValueError(f"{name}: got {getattr(self, name)}, wanted a share above 0, up to 1")
 
     def room(self, num_blocks: int) -> int:
-        """Return how many of so many blocks may be chosen by what they held."""
+        """Return the most of `num_blocks` blocks that are selected by mass."""
         return math.ceil(self.share * num_blocks)
 
 
@@ -51,11 +51,11 @@ class Pruned:
 class Drafting:
     """How a decoder drafts: up to `most` tokens of a sequence in a step, which `drafter` guesses from its text.
 
-    Where `drafter` is None the decoder's small model writes them, where it is `Pruned` the model itself
-    (`drafting.drafter`). `length` decides how many of those. Steps of `widths` different numbers of rows are compiled,
-    and the least that holds what was drafted is run. Where `before` has a guess it is taken: another drafting, by a
-    function of texts, of as many tokens at most. `times` are what a step is taken to take until some are measured;
-    None where no law asks.
+    If `drafter` is None the decoder's small model writes them, if it is `Pruned` the model itself
+    (`drafting.drafter`). `length` decides how many. Steps of `widths` different numbers of rows are compiled,
+    and the smallest sufficient one runs. `before` is a drafting that is tried first, by a
+    function of texts, of at most as many tokens. `times` are assumed step times until some are measured;
+    None if no law uses them.
     """
 
     most: int = 8
@@ -69,57 +69,57 @@ class Drafting:
             raise ValueError(f"most: got {self.most}, wanted 1 to {MOST_DRAFTED}")
         first = self.before
         if first is not None and (not callable(first.drafter) or first.before is not None or first.most != self.most):
-            raise ValueError(f"before: wanted a drafting by a function of texts alone, of most = {self.most} tokens")
+            raise ValueError(f"before: wanted a drafting by a function of texts, of most = {self.most} tokens")
 
     @property
     def pruned(self) -> Pruned | None:
-        """How the model drafts for itself; None where something else drafts."""
+        """The settings of self-drafting; None for other drafters."""
         return self.drafter if isinstance(self.drafter, Pruned) else None
 
     @property
     def laws(self) -> tuple[DraftLength, ...]:
-        """The law of its own lengths and, where there is one, that of what is asked before."""
+        """The law of its own lengths and, if there is one, that of `before`."""
         return (self.length,) if self.before is None else (self.length, self.before.length)
 
     def started(self, most: Int[Array, ""], laws: tuple[DraftLength, ...], context: Int[Array, ""]) -> DraftState:
-        """Return the state of a sequence whose request allows `most` drafted tokens a step, by `laws` as now told.
+        """Return the state of a sequence whose request allows `most` drafted tokens a step, by the fitted `laws`.
 
-        It has `context` tokens in the cache. A model that drafts for itself drafts nothing at its first token, for it
-        has read for none yet; it wants to, where the first draft is to come as soon as it may.
+        It has `context` tokens in the cache. A self-drafting model cannot draft at its first token, because it
+        has no heavy blocks yet; it requests them if the law would draft at once.
         """
-        told, *others = laws
-        begun = told.by_past(started(self.length, most))
+        law, *others = laws
+        begun = law.by_past(started(self.length, most))
         if self.pruned is not None:
-            length = told.length(begun, jnp.zeros(()), context)
+            length = law.length(begun, jnp.zeros(()), context)
             begun = replace(begun, length=jnp.minimum(length, most).astype(jnp.int32))
         if self.before is None:
             return begun
         return replace(begun, before=self.before.started(most, tuple(others), context))
 
     def widths(self, batch: int) -> tuple[int, ...]:
-        """Return the numbers of rows a step may have: `batch` tokens, and beside them each of `widths` drafted ones.
+        """Return the numbers of rows a step may have: `batch`, plus each of `widths` drafted tokens.
 
-        Sequences whose model drafts for itself draft alike, as many tokens as one of `lengths`, each of them.
+        Self-drafted sequences of a batch use the same draft length, one of `lengths`.
         """
         if self.pruned is not None:
             return tuple(batch * (1 + length) for length in (0, *lengths(self.most)))
         return tuple(batch + drafted for drafted in widths(self.most, batch))
 
     def ahead(self, width: int, batch: int) -> int:
-        """Return how many drafted tokens one sequence may have in a step of so many rows."""
+        """Return how many drafted tokens one sequence may have in a step of `width` rows."""
         return min(self.most, width // batch - 1 if self.pruned is not None else width - batch)
 
     def needed(self, batch: int, count: Int[Array | np.ndarray, "*s r"]) -> Int[Array | np.ndarray, "*s"]:
-        """Return the least number of rows that hold `count` drafted tokens of every row."""
+        """Return the smallest step width for `count` drafted tokens of every row."""
         return batch + (count.sum(axis=-1) if self.pruned is None else batch * count.max(axis=-1))
 
 
 def widths(most: int, batch: int) -> tuple[int, ...]:
-    """Return for how many drafted tokens steps of `batch` sequences, each with `most` of them at most, are compiled.
+    """Return the numbers of drafted tokens for which steps of `batch` sequences, at most `most` each, are compiled.
 
-    They are none; a short draft, unless rows stand beside it that make a whole one cost hardly more; a whole one, four,
-    sixteen and so on; and as many as there may be. A width costs as much to compile as any other, and time to load that
-    grows with the square of their number.
+    They are none; a short draft, unless the rows of the batch make a full one hardly more expensive; a full one, four,
+    sixteen and so on; and the maximum. All widths cost the same to compile, and their load time grows with the square
+    of their number.
     """
     drafted, some = {0, batch * most} | ({min(SHORT, most)} if batch <= most else set()), most
     while 2 * some <= batch * most:
@@ -129,15 +129,15 @@ def widths(most: int, batch: int) -> tuple[int, ...]:
 
 
 def lengths(most: int) -> tuple[int, ...]:
-    """Return for how many tokens of every sequence steps are compiled, where all draft alike: a few, and `most`."""
+    """Return the draft lengths for which steps are compiled if all sequences use the same: a few, and `most`."""
     return (*(length for length in (SHORT, 2 * SHORT) if length < most), most)
 
 
 def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0.0) -> AcceptanceLength:
-    """Return the law of lengths where `sequences` of a step's `batch` run, each with `most` drafted tokens at most.
+    """Return the draft length law for `sequences` of a step's `batch`, each with at most `most` drafted tokens.
 
-    It takes the sequences to draft alike. A row costs a part of reading the weights (`Costs`), which a plain step does
-    once for `batch` rows; a drafted token costs `drafter_cost` of a plain step beside. A sequence whose
+    It assumes equal draft lengths. A row costs a share of reading the weights (`Costs`), which a plain step does
+    once for `batch` rows; a drafted token costs an extra `drafter_cost` of a plain step. A sequence whose
     drafts fail drafts again when that costs a hundredth of the steps since.
     """
     row = _costs().row
@@ -147,9 +147,9 @@ def by_acceptance(most: int, sequences: int, batch: int, drafter_cost: float = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadSizes:
-    """What a step reads: bytes of `weights`, and of a `token` of one sequence in the cache, over all `layers`.
+    """The reads of a step: bytes of `weights`, and of a `token` of one sequence in the cache, over all `layers`.
 
-    Where the rows of a sequence do not read its pages `together` each of them reads them all.
+    Unless the rows of a sequence read its pages `together`, each of them reads them all.
     """
 
     weights: int
@@ -159,9 +159,9 @@ class ReadSizes:
 
 
 def rough_times(batch: int, sizes: ReadSizes, passing: float = 0.0, share: float = 0.0) -> StepTimes:
-    """Return what steps of `batch` sequences are taken to take, in passes that read the weights once (`Costs`).
+    """Return assumed times of steps of `batch` sequences, in passes that read the weights once (`Costs`).
 
-    A pass that drafts takes `passing` of a plain step without a cache, and reads a `share` of the cache.
+    A drafting pass takes `passing` of a plain step without a cache, and reads a `share` of the cache.
     """
     costs = _costs()
     bytes_of_pass = sizes.weights + sizes.layers * costs.passing
@@ -177,9 +177,9 @@ def rough_times(batch: int, sizes: ReadSizes, passing: float = 0.0, share: float
 
 
 def by_roofline(most: int, batch: int, times: StepTimes) -> RooflineLength:
-    """Return the law of lengths of a model that drafts for itself, in steps of these times.
+    """Return the draft length law of a self-drafting model, for steps of these times.
 
-    It takes the `batch` sequences of a step to be as long as one another, and to draft alike.
+    It assumes that the `batch` sequences of a step have equal lengths, and equal draft lengths.
     """
     return RooflineLength(times=times.alike(batch, batch), widths=tuple(map(float, lengths(most))))
 
@@ -190,10 +190,10 @@ def _costs() -> Costs:
 
 @pytree
 class Drafts:
-    """The first `count` of `token` are guesses at what follows the newest token of each row.
+    """The first `count` of `token` are guesses at the tokens that follow the newest one of each row.
 
-    `work` is what the small model did to make them, `own` what the model itself did; None of one that did nothing.
-    `before` says which rows have theirs from what is asked before the drafter; None where nothing is.
+    `work` is the small model's for them, `own` the model's own; None for an idle model.
+    `before` marks the rows whose guesses come from the drafter that is tried first; None without one.
     """
 
     token: Int[Array, "r t"]
@@ -204,11 +204,11 @@ class Drafts:
 
 
 def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[Array, "r t"]:
-    """Return `most` guesses at what follows position `newest` of each text: what followed where it read so before.
+    """Return `most` guesses at what follows position `newest` of each text: what followed an earlier match.
 
-    The place is that whose last tokens, four at most, match the longest run of the newest ones; of several the
-    latest. Where less than `most` tokens follow it, they are repeated, as a text does that runs in a circle. Where
-    no place matches two tokens, there is no guess: -1. Prompt lookup: Saxena 2023.
+    The match is the one whose last tokens, at most four, agree with the longest run of the newest ones, the
+    latest of several. If fewer than `most` tokens follow it, they are repeated, as in a periodic text. If
+    no two tokens match, there is no guess: -1. Prompt lookup: Saxena 2023.
     """
     place = jnp.arange(text.shape[1], dtype=jnp.int32)
     matches = jnp.ones(text.shape, bool)
@@ -224,10 +224,10 @@ def lookup(text: Int[Array, "r n"], newest: Int[Array, " r"], most: int) -> Int[
 
 
 def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, " w"], Int[Array, "r t1"]]:
-    """Return `width` rows: those given, then every drafted token; with each row's end, and where each token stands.
+    """Return `width` rows: the given ones, then every drafted token; with each row's end, and the row of each token.
 
-    A row's end is how many tokens its slot has in the cache once all are written. `at[i, j]` is the row of the j-th
-    token of row i, 0 being the one given; where there is none, row i itself.
+    A row's end is the number of tokens of its slot in the cache after all are written. `at[i, j]` is the row of the
+    j-th token of row i, 0 being the given one; if there is none, row i itself.
     """
     num_rows, most = drafts.token.shape
     wanted = (jnp.arange(most) < drafts.count[:, None]).reshape(-1)
@@ -241,16 +241,16 @@ def laid_out(rows: Rows, drafts: Drafts, width: int) -> tuple[Rows, Int[Array, "
         run=rows.run[row] & real,
         shift=None if rows.shift is None else rows.shift[row],
     )
-    whole = jax.tree.map(lambda a, b: jnp.concatenate([a, b.astype(a.dtype)]), replace(rows, slot=slot), drafted)
+    all_rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b.astype(a.dtype)]), replace(rows, slot=slot), drafted)
     own = jnp.arange(num_rows, dtype=jnp.int32)
     rank = (num_rows + jnp.cumsum(wanted, dtype=jnp.int32) - 1).reshape(num_rows, most)
     at = jnp.concatenate([own[:, None], jnp.where(wanted.reshape(num_rows, most), rank, own[:, None])], axis=1)
     end = rows.place + 1 + drafts.count
-    return whole, end[jnp.concatenate([own, row])], at
+    return all_rows, end[jnp.concatenate([own, row])], at
 
 
 def allowed(
     run: Bool[Array, " r"], wanted: Int[Array, " r"], remaining: Int[Array, " r"], most: int
 ) -> Int[Array, " r"]:
-    """Return how many tokens to draft: as `wanted`, but none that a text of `remaining` tokens could not take."""
+    """Return how many tokens to draft: as `wanted`, but at most what a sequence with `remaining` tokens can accept."""
     return jnp.where(run, jnp.clip(jnp.minimum(wanted, remaining - 1), 0, most), 0)

@@ -1,7 +1,7 @@
-"""Two models that take turns, of which one is active in each sequence: Entropy Adaptive Decoding (Simonds 2025).
+"""Two models that take turns, one of them active in each sequence: Entropy Adaptive Decoding (Simonds 2025).
 
-A step is that of one of them. First it reads what it has not seen of its sequences' texts. Where the switch makes the
-other one active before a token is sampled, the sequence waits for a step of that.
+A step runs one of them. It first catches up with its sequences. If the switch activates the
+other one before a token is sampled, the sequence waits for a step of that model.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control import entropy
 from et_jax.control.switch import MODEL, SMALL, SwitchState
-from et_jax.decode.attention.readers import Whole
+from et_jax.decode.attention.readers import FullAttention
 from et_jax.decode.attention.reads import ReadStats, no_reads
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.config import DecoderConfig
@@ -30,9 +30,9 @@ Extend = Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]]
 
 
 def chosen(state: DecodeState) -> tuple[Int[Array, ""] | int, Bool[Array, " b"] | bool]:
-    """Return whose step it is, and in which sequences that model is active.
+    """Return the model of this step, and the mask of sequences in which it is active.
 
-    It is that of the sequence which has waited longest, so that none waits for ever; where one model serves all, its.
+    It is the active model of the sequence that has waited longest, which prevents starvation; or the only model.
     """
     if state.switch is None:
         return MODEL, True
@@ -49,10 +49,10 @@ def extend_active(
     active: Int[Array, ""] | int,
     extend_rows: Extend,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats, tuple[Work, ...], Audit | None]:
-    """Have the active model catch up with the rows' texts and read their newest tokens, the model by `extend_rows`.
+    """Let the active model catch up with the rows' sequences and process their newest tokens, by `extend_rows`.
 
-    Where one model serves all there is nothing to catch up with.
-    Returns what each model did for the rows, and what the active one says of the other's words, if it is asked.
+    A single model has nothing to catch up with.
+    Returns the work of each model for the rows, and the active one's audit of the other's tokens, if requested.
     """
     if state.switch is None:
         state, logits, stats = extend_rows(config, weights, state, rows, rows.place + 1)
@@ -75,9 +75,9 @@ def extend_active(
     def by_small(carry: tuple, rows: Rows) -> tuple:
         own, done, agreed = caught_up(SMALL, carry[0], rows)
         chunk = of_rows(rows, table, rows.position + 1)
-        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, Whole())
+        logits, own, _, took = extend(config.plants[SMALL], weights[SMALL], own, chunk, FullAttention())
         some = replace(state, plants=carry[0]).with_plant(SMALL, own)
-        stats = _whole(config, state, rows)
+        stats = _full_reads(config, state, rows)
         more = of_tokens(config.plants[SMALL], rows, stats.blocks_read, stats.summaries_read, took)
         return some.plants, logits[:, 0], stats, done.plus(more), agreed
 
@@ -93,16 +93,16 @@ def extend_active(
 
 
 def _num_cached(state: DecodeState) -> Int[Array, "b m"]:
-    """How far each model has come in the text of every slot."""
+    """Return how many tokens of every slot each model has processed."""
     return jnp.stack([plant.num_cached for plant in state.plants], axis=1)
 
 
 def turn(
     state: DecodeState, rows: Rows, raw: entropy.Moments, produced: Bool[Array, " r"]
 ) -> tuple[SwitchState | None, Bool[Array, " r"], Bool[Array, " r"] | None]:
-    """Return what switches decide by the rows' predictions, which rows get a token, and which one of the small model.
+    """Return the new switch states, which rows get a token, and which of them one of the small model.
 
-    A row whose switch makes the other model active before its token is sampled gets none.
+    A row whose switch activates the other model before its token is sampled gets no token.
     """
     switch, laws = state.switch, state.laws.switch
     if switch is None or laws is None:
@@ -116,8 +116,8 @@ def turn(
     return after, produced, produced & (before.speaker == SMALL)
 
 
-def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
-    """What the small model reads: all there is. Of the model's own blocks, what was read last stands."""
+def _full_reads(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
+    """Return the small model's reads, full attention. The model's own blocks are unchanged."""
     plant, control = config.plants[SMALL], rows.take(state.control)
     blocks = (rows.position // config.page_size + 1) * plant.all_kv_heads
     return replace(
@@ -132,8 +132,8 @@ def _whole(config: DecoderConfig, state: DecodeState, rows: Rows) -> ReadStats:
 def _audit(
     config: DecoderConfig, state: DecodeState, rows: Rows, before: Int[Array, " r"], agreed: Bool[Array, "r n"]
 ) -> Audit:
-    """What a model that had come as far as `before` says of the words that it caught up with, if it is asked."""
-    # of the tokens caught up with, those that lead to a word of the text rather than of its prompt
+    """Return a model's audit of the tokens since `before` that it caught up with, if requested."""
+    # of the tokens caught up with, those that precede a produced token, not one of the prompt
     place, first = jnp.arange(agreed.shape[1]), rows.position - rows.take(state.generated)
     counted = (place >= jnp.maximum(before, first)[:, None]) & (place < rows.position[:, None]) & rows.run[:, None]
     counted &= config.audit

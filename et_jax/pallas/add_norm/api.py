@@ -1,4 +1,4 @@
-"""The residual stream after an addition, and its norm: the one door, which picks a backend."""
+"""The residual stream after an addition, and its norm; picks a backend."""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -21,10 +21,10 @@ def add_norm(
     """Return `x` with `more` added, and that after the norm of a layer, both in the dtype of `x`.
 
         sum = x + more                                          more is first rounded to the dtype of x
-        normed = sum / sqrt(mean(sum^2) + eps) * (offset + weights[layer])          worked out in float32
+        normed = sum / sqrt(mean(sum^2) + eps) * (offset + weights[layer])          computed in float32
 
-    XLA takes a launch for the addition, one for the norm, and one to copy the layer's weights out of the stack. A row's
-    bits depend on that row alone.
+    Without the kernel XLA launches the addition, the norm, and a copy of the layer's weights. A row's
+    bits depend only on that row.
     """
     with jax.named_scope(f"add_norm/{backend}"):
         return BACKENDS[backend](x, more, weights, layer, eps=eps, offset=offset)

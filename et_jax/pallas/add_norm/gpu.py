@@ -1,4 +1,4 @@
-"""`add_norm` for NVIDIA GPUs, by Triton: a program takes one row."""
+"""`add_norm` for NVIDIA GPUs, by Triton: one program per row."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What `add_norm` means, in plain jax.numpy: for reading, not for speed."""
+"""The definition of `add_norm`, in plain jax.numpy: for reading, not for speed."""
 
 import jax
 import jax.numpy as jnp

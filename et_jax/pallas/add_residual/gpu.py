@@ -1,4 +1,4 @@
-"""`add_residual` for NVIDIA GPUs, by Triton: a program takes some columns of one KV head of one row."""
+"""`add_residual` for NVIDIA GPUs, by Triton: one program per row, KV head and group of columns."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-BLOCKS = 32  # added at a time, as many whatever the table: further blocks change no bit
-VALUES = 16  # columns of a program at the most
+BLOCKS = 32  # added at a time, whatever the size of the table: further blocks change no bit
+VALUES = 16  # columns of a program at most
 
 
 def add_residual(
     out: Float[Array, "q h d"],
     read: Float[Array, "b k g"],
     weight: Float[Array, "b k g n"],
-    whole: Float[Array, "b k g"],
+    total: Float[Array, "b k g"],
     mean: Float[Array, "k p e"],
     table: Int[Array, "b n"],
     *,
@@ -33,7 +33,7 @@ def add_residual(
         out_ref: Any,
         read_ref: Any,
         weight_ref: Any,
-        whole_ref: Any,
+        total_ref: Any,
         mean_ref: Any,
         table_ref: Any,
         turn_ref: Any,
@@ -54,13 +54,13 @@ def add_residual(
             return sofar + jnp.sum(weight[:, :, None] * means[None], axis=1)
 
         added = lax.fori_loop(0, pl.cdiv(n, BLOCKS), add, jnp.zeros((padded, columns), jnp.float32))
-        read, whole = (
-            triton.load(ref.at[row, head, query], mask=there, other=0.0)[:, None] for ref in (read_ref, whole_ref)
+        read, total = (
+            triton.load(ref.at[row, head, query], mask=there, other=0.0)[:, None] for ref in (read_ref, total_ref)
         )
         at = (row, (head * group + query)[:, None], value[None])
         there = jnp.broadcast_to(there[:, None], added.shape)
         attended = triton.load(out_ref.at[at], mask=there, other=0.0).astype(jnp.float32)
-        found = (read * attended + added) / jnp.where(whole > 0, whole, 1.0)
+        found = (read * attended + added) / jnp.where(total > 0, total, 1.0)
         heads = jnp.broadcast_to((query < group)[:, None], added.shape)
         triton.store(found_ref.at[at], found.astype(found_ref.dtype), mask=heads)
 
@@ -71,4 +71,4 @@ def add_residual(
         compiler_params=triton.CompilerParams(num_warps=4),
         interpret=interpret,
         name="add_residual",
-    )(out, read, weight, whole, mean, table, turn)
+    )(out, read, weight, total, mean, table, turn)

@@ -1,4 +1,4 @@
-"""What `add_residual` means, in plain jax.numpy: for reading, not for speed."""
+"""The definition of `add_residual`, in plain jax.numpy: for reading, not for speed."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ def add_residual(
     out: Float[Array, "q h d"],
     read: Float[Array, "b k g"],
     weight: Float[Array, "b k g n"],
-    whole: Float[Array, "b k g"],
+    total: Float[Array, "b k g"],
     mean: Float[Array, "k p e"],
     table: Int[Array, "b n"],
     *,
@@ -23,5 +23,5 @@ def add_residual(
     value = jnp.where(jnp.any(weight > 0, axis=2)[..., None], value, 0.0)  # 0 * NaN is NaN
     added = jnp.einsum("bkgn,bknd->bkgd", weight, value, precision=jax.lax.Precision.HIGHEST)
     attended = out[: len(read)].astype(jnp.float32).reshape(added.shape)
-    found = (read[..., None] * attended + added) / jnp.where(whole > 0, whole, 1.0)[..., None]
+    found = (read[..., None] * attended + added) / jnp.where(total > 0, total, 1.0)[..., None]
     return jnp.zeros_like(out).at[: len(read)].set(found.astype(out.dtype).reshape(len(read), *out.shape[1:]))

@@ -1,4 +1,4 @@
-"""Scores of every block from its page's summary: the two doors, which check their arguments and pick a backend."""
+"""Scores of every block from its page's summary: two functions that check their arguments and pick a backend."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def block_scores(
     depth: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return the least, the greatest and the mean score of every block of a row, as its page's summary tells.
+    """Return the least, the greatest and the mean score of every block of a row, from its page's summary.
 
     With min and max the channelwise extremes of a page's keys,
 
@@ -35,13 +35,13 @@ def block_scores(
         middle = scale q . mean key                          all three float32
 
     key_box: min in [..., :d], max in [..., d:2d]; e = 2d padded to a multiple of 128. mean: the mean key in
-        [..., :d], float32. What lies beyond may be anything, and so may page 0, the null page.
-    page_table: block i of row b lies in page page_table[b, i] and holds positions [i page_size, (i + 1) page_size).
+        [..., :d], float32. The padding and page 0, the null page, may contain anything.
+    page_table: block i of row b is page page_table[b, i], with positions [i page_size, (i + 1) page_size).
     lengths: tokens in the cache. Blocks at or past the length are -inf in all three.
-    turn: of a pool that `depth` layers share equally, the layer whose pages the table numbers; None is of one layer.
+    turn: for a pool shared equally by `depth` layers, the layer whose pages the table numbers; None for one layer.
 
-    Query head h reads KV head h // (h / k). Products run in full float32 on every chip, for a score of fewer bits
-    would bound nothing. Source of `high`: Quest (Tang et al. 2024).
+    Query head h reads KV head h // (h / k). Products run in full float32 on every chip, because the bounds require
+    it. Source of `high`: Quest (Tang et al. 2024).
     """
     _require(q, key_box, page_table, lengths, page_size, scale)
     require_shape("mean", mean, key_box.shape, "k p e")
@@ -66,9 +66,9 @@ def code_scores(
     depth: int = 1,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return each block's log-sum-exp as 8-bit copies of its keys tell, and how far from the truth it may be.
+    """Return each block's log-sum-exp from 8-bit copies of its keys, and a bound on its error.
 
-    A key is taken for code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
+    A key is approximated by code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
     o_c = min_c + 128 s_c of its page's box:
 
         block_lse = log sum_(j in block) exp(cap(scale q . key_j))     in nats, float32
@@ -76,7 +76,7 @@ def code_scores(
 
     key_codes: a page's tokens side by side, c = page_size * d. The rest is as in `block_scores`. Tokens at or
     past the length do not count; blocks there are -inf with error 0. cap(z) is soft_cap tanh(z / soft_cap), or z for
-    None: it moves by no more than z does, so the error holds as it is.
+    None: its slope is at most 1, so the error bound is unchanged.
     """
     _require(q, key_box, page_table, lengths, page_size, scale)
     require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")
@@ -92,14 +92,14 @@ def code_scores(
 def _of_layers(
     name: str, table: Int[Array, "b n"], key_box: Float[Array, "k p e"], turn: Int[Array, "1"] | None, depth: int
 ) -> tuple[Int[Array, "b n"], dict[str, Any]]:
-    """The table of a backend, and what its kernel takes to find the pages of a layer itself."""
+    """Return the table for a backend, and the arguments by which its kernel finds the pages of a layer itself."""
     if turn is None or name == "gpu":
         return table, {} if turn is None else {"turn": turn, "depth": depth}
     return table + turn * (key_box.shape[1] // depth), {}
 
 
 def _require(q: Array, key_box: Array, page_table: Array, lengths: Array, page_size: int, scale: float) -> None:
-    """Raise ValueError unless what both functions take fits together."""
+    """Raise ValueError unless the common arguments of both functions are consistent."""
     b, h, d = q.shape
     require(q.dtype in FLOATS, "q", q.dtype, "float32 or bfloat16")
     require(key_box.dtype in FLOATS, "key_box", key_box.dtype, "float32 or bfloat16")

@@ -1,8 +1,8 @@
 """`block_scores` and `code_scores` for GPUs of compute capability 9.0, in Pallas by Triton.
 
-A program takes one KV head of one row and a few blocks. Summaries are multiplied in float32. Codes are whole numbers
-of 8 bits, which bfloat16 holds exactly, so that tensor cores multiply them: a query times the steps of its page is
-split into three parts of bfloat16, together as exact as float32, which are columns of one product. Past a row's end the
+A program processes one KV head of one row and a few blocks. Summaries are multiplied in float32. Codes are 8-bit
+integers, which bfloat16 represents exactly, so that tensor cores multiply them: a query times the steps of its page is
+split into three bfloat16 parts, together as exact as float32, which are columns of one product. Past a row's end the
 null page is read.
 """
 
@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int, Int8
 
-from et_jax.pallas.hopper import unserved
+from et_jax.pallas.hopper import unsupported
 from et_jax.softmax import capped, finite
 
 BLOCKS = 32  # of a program that scores summaries
 CODED = 8  # blocks of a program that scores codes, one after the other
 PARTS = 4  # of a query in bfloat16, the last of them 0: columns come in powers of two
-COLUMNS = 16  # the fewest of a product
+COLUMNS = 16  # the fewest columns of a product
 HEAD_DIMS = (64, 128)  # whose summaries fit in registers
 
 
@@ -42,7 +42,7 @@ def block_scores(
     """Return what `api.block_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
     b, h, d = q.shape
     k, n = key_box.shape[0], page_table.shape[1]
-    _refuse_unserved(d)
+    _refuse_unsupported(d)
     result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
     low, high, middle = pl.pallas_call(
         functools.partial(_score_blocks, group=h // k, page_size=page_size, scale=scale, depth=depth),
@@ -73,9 +73,9 @@ def code_scores(
     b, h, d = q.shape
     k, p, _ = key_box.shape
     n, s, g = page_table.shape[1], page_size, h // k
-    _refuse_unserved(d)
+    _refuse_unsupported(d)
     if s < COLUMNS or s & (s - 1):
-        raise unserved(f"reads codes of pages of a power of two from {COLUMNS} tokens on, not of {s}")
+        raise unsupported(f"reads codes of pages of a power of two from {COLUMNS} tokens on, not of {s}")
     result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
     block_lse, error = pl.pallas_call(
         functools.partial(_score_codes, group=g, scale=scale, soft_cap=soft_cap, depth=depth),
@@ -88,9 +88,9 @@ def code_scores(
     return block_lse, error
 
 
-def _refuse_unserved(head_dim: int) -> None:
+def _refuse_unsupported(head_dim: int) -> None:
     if head_dim not in HEAD_DIMS:
-        raise unserved(f"has registers for head dims of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}, not {head_dim}")
+        raise unsupported(f"has registers for head dims of {HEAD_DIMS[0]} and {HEAD_DIMS[1]}, not {head_dim}")
 
 
 def _compiled(interpret: bool, **settings: int) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def _score_blocks(
     scale: float,
     depth: int,
 ):
-    """Score some blocks of one row and KV head; what is past the end of the table is scored at its last place."""
+    """Score some blocks of one row and KV head; indices past the end of the table are clamped to its last entry."""
     tile, head, row = (pl.program_id(axis) for axis in range(3))
     d, n = q_ref.shape[2], table_ref.shape[1]
     block = jnp.minimum(tile * BLOCKS + lax.broadcasted_iota(jnp.int32, (BLOCKS,), 0), n - 1)
-    held = block * page_size < lengths_ref[row]
-    page = jnp.where(held, table_ref[row, block], 0) + _first_page(box_ref, turn_ref, depth)
+    valid = block * page_size < lengths_ref[row]
+    page = jnp.where(valid, table_ref[row, block], 0) + _first_page(box_ref, turn_ref, depth)
     channel = lax.broadcasted_iota(jnp.int32, (BLOCKS, d), 1)
     pages = lax.broadcast_in_dim(page, (BLOCKS, d), [0])
     least, most = (box_ref[head, pages, first + channel].astype(jnp.float32) for first in (0, d))
@@ -131,7 +131,7 @@ def _score_blocks(
         at_min, at_max = query * least, query * most
         found = jnp.minimum(at_min, at_max), jnp.maximum(at_min, at_max), query * mean
         for ref, each in zip((low_ref, high_ref, middle_ref), found, strict=True):
-            ref[row, head * group + place, block] = jnp.where(held, jnp.sum(each, axis=1), -jnp.inf)
+            ref[row, head * group + place, block] = jnp.where(valid, jnp.sum(each, axis=1), -jnp.inf)
 
 
 def _score_codes(
@@ -181,7 +181,7 @@ def _score_codes(
             codes, parts.astype(jnp.bfloat16), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
         scores = jnp.sum(scores.reshape(s, PARTS, heads), axis=1)
-        offset = jnp.max(offset.reshape(PARTS, heads), axis=0)  # all parts have the same
+        offset = jnp.max(offset.reshape(PARTS, heads), axis=0)  # equal in all parts
         scores = capped(scores + lax.broadcast_in_dim(offset, scores.shape, [1]), soft_cap)
         token = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
         scores = jnp.where(token < end, scores, -jnp.inf)
@@ -195,11 +195,11 @@ def _score_codes(
 
 
 def _first_page(pool_ref: Any, turn_ref: Any, depth: int) -> Any:
-    """The first page of the layer at a turn of a pool that `depth` layers share."""
+    """Return the first page of a layer in a pool that `depth` layers share."""
     return 0 if turn_ref is None else turn_ref[0] * (pool_ref.shape[1] // depth)
 
 
 def _split(x: Float[Array, "*x"]) -> tuple[Float[Array, "*x"], Float[Array, "*x"]]:
-    """Return what bfloat16 holds of numbers, and the rest."""
-    held = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return held, x - held
+    """Return numbers rounded to bfloat16, and the remainders."""
+    rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return rounded, x - rounded

@@ -1,4 +1,4 @@
-"""What `block_scores` and `code_scores` mean, in plain jax.numpy: for reading, not for speed."""
+"""The definitions of `block_scores` and `code_scores`, in plain jax.numpy: for reading, not for speed."""
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ def block_scores(
     box = _of_blocks(key_box, page_table).astype(jnp.float32)
     middle = _of_blocks(mean, page_table)[..., :d]
     at_min, at_max = query * box[..., :d], query * box[..., d : 2 * d]
-    held_mask = jnp.arange(n, dtype=jnp.int32) * page_size < lengths[:, None]
+    valid_mask = jnp.arange(n, dtype=jnp.int32) * page_size < lengths[:, None]
 
     def summed(each: Float[Array, "b k g n d"]) -> Float[Array, "b h n"]:
-        return jnp.where(held_mask[:, None], jnp.sum(each, axis=-1).reshape(b, h, n), -jnp.inf)
+        return jnp.where(valid_mask[:, None], jnp.sum(each, axis=-1).reshape(b, h, n), -jnp.inf)
 
     return summed(jnp.minimum(at_min, at_max)), summed(jnp.maximum(at_min, at_max)), summed(query * middle)
 
@@ -64,5 +64,5 @@ def code_scores(
 
 
 def _of_blocks(summary: Array, page_table: Int[Array, "b n"]) -> Array:
-    """Return "b k 1 n e" of a summary "k p e": that of every block."""
+    """Return "b k 1 n e": the summary "k p e" of every block."""
     return summary[:, page_table].swapaxes(0, 1)[:, :, None]

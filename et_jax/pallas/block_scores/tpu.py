@@ -1,9 +1,9 @@
-"""`block_scores` and `code_scores` on a TPU: a grid step for each row, its pages' summaries copied through a ring.
+"""`block_scores` and `code_scores` on a TPU: a grid step per row, which copies its pages' summaries through a ring.
 
-A page is copied whole, all KV heads at once: "k e", or "k c" of codes. Seen as "p k e" it is whole tiles, and so XLA
-lays a pool "k p e" out where that wastes least: the heads fill a tile's rows, and the pages do not. Elsewhere XLA puts
-another copy in that order before the kernel runs. Of summaries that is two hundredths of what the pages take; of codes
-it would be a quarter, and is refused.
+A page is copied with all KV heads at once: "k e", or "k c" of codes. Viewed as "p k e" it consists of full tiles, and
+XLA uses that layout for a pool "k p e" where it wastes least: where the heads fill a tile's rows and the pages do not.
+Otherwise XLA inserts a transposed copy before the kernel runs. For summaries it is two hundredths of the size of the
+pages; for codes it would be a quarter, and is refused.
 """
 
 import functools
@@ -28,12 +28,12 @@ SUBTILE = 4  # rows of the smallest tile of int8, which packs four into a regist
 
 
 def heuristic(*pools: Array) -> RingConfig:
-    """Return the walk over pages of which each of these pools "k p e" holds a part."""
+    """Return the ring for pages of which each of these pools "k p *" has a part."""
     return ring.heuristic(LANES, 1, _page_bytes(pools), jnp.dtype(jnp.int8))
 
 
 def _page_bytes(pools: tuple[Array, ...]) -> int:
-    """Return the vector memory of one page's parts, heads filled up to whole registers."""
+    """Return the bytes of vector memory of one page's parts, with heads padded to full registers."""
     return sum((k + -k % SUBLANES) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
 
 
@@ -85,7 +85,7 @@ def code_scores(
         raise NotImplementedError(
             f'backend "tpu" reads codes in a pool of no multiple of {SUBLANES} pages, not {p}: add one, or use "xla"'
         )
-    # codes are cut into pieces of whole lanes and whole tokens
+    # codes are cut into pieces of full lanes and full tokens
     width = math.lcm(d, LANES)
     tokens, pieces = width // d, c // width
     if c % width:
@@ -98,7 +98,7 @@ def code_scores(
         step = (box[:, d : 2 * d] - least) / 255.0
         offset = _sum(query * _for_queries(query, least + 128.0 * step))
         stepped = query * _for_queries(query, step)
-        # every query against every head's tokens as they lie, piece by piece: only its own head's count
+        # every query against the tokens of all heads as stored, piece by piece: only its own head's results count
         code = jnp.concatenate([codes[:, i * width : (i + 1) * width] for i in range(pieces)])
         row, lane = (lax.broadcasted_iota(jnp.int32, (query.shape[0], pieces * k), axis) for axis in (0, 1))
         first = jnp.where(lax.rem(row, k) == lax.rem(lane, k), lax.div(lane, k) * tokens, page_size)
@@ -130,7 +130,7 @@ def _sum(each: Float[Array, "x d"]) -> Float[Array, "x 1"]:
 
 
 def _for_queries(query: Float[Array, "gk d"], head: Float[Array, "k d"]) -> Float[Array, "gk d"]:
-    """Return each query's own head, where queries of one place in their groups lie side by side."""
+    """Return the head of each query, where queries are ordered by place in the group, then by KV head."""
     return jnp.concatenate([head] * (query.shape[0] // head.shape[0]))
 
 
@@ -148,10 +148,10 @@ def _pass_over(
     config: RingConfig | None,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[Float[Array, "b h n"], ...]:
-    """Return what `score` says of every block, and `empty` of those past the length.
+    """Return the results of `score` for every block, and `empty` for those past the length.
 
-    score: from the scaled queries "gk d" of one row, how many of the page's tokens count and the page's
-    part "k e" of each pool, to numbers "gk 1". Queries lie by their place in the group, then by KV head.
+    score: from the scaled queries "gk d" of one row, the number of valid tokens of the page and the page's
+    part "k e" of each pool, to numbers "gk 1". Queries are ordered by place in the group, then by KV head.
     """
     b, h, d = q.shape
     k, n = pools[0].shape[0], page_table.shape[1]
@@ -163,7 +163,7 @@ def _pass_over(
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, "or fewer blocks a slot")
     ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, "or fewer blocks a slot")
     query = q.astype(jnp.float32).reshape(b, k, h // k, d).swapaxes(1, 2).reshape(b, h, d) * scale
-    held = jnp.minimum((lengths + page_size - 1) // page_size, n)
+    num_valid = jnp.minimum((lengths + page_size - 1) // page_size, n)
     table = page_table[:, None]
 
     def row_table(ahead):
@@ -188,28 +188,28 @@ def _pass_over(
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((b, h, padded), jnp.float32)] * len(empty),
-        # rows run in order on one core, as in `paged_attention`, and the list of pages is checked by the interpreter
+        # rows run in order on one core, as in `paged_attention`, and the interpreter checks the list of pages
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
         name=name,
-    )(jnp.pad(held, (0, 1)), lengths, query, table, table, *[pool.swapaxes(0, 1)[None] for pool in pools])
+    )(jnp.pad(num_valid, (0, 1)), lengths, query, table, table, *[pool.swapaxes(0, 1)[None] for pool in pools])
     return tuple(x[..., :n].reshape(b, h // k, k, n).swapaxes(1, 2).reshape(b, h, n) for x in results)
 
 
 def footprint(config: RingConfig, pools: tuple[Array, ...], b: int, h: int, n: int, num_results: int) -> ring.Footprint:
-    """Return the memories taken by b rows of h query heads, page tables of n entries and so many results."""
+    """Return the memory used by b rows of h query heads, page tables of n entries and `num_results` results."""
     k, widths = pools[0].shape[0], [pool.shape[2] for pool in pools]
     padded, rows = n + -n % LANES, h + -h % SUBLANES
-    # counts and lengths; the tables of this row and of the next, twice for the copy that runs ahead
+    # counts and lengths; the tables of this row and of the next, twice for the prefetch
     scalar = 4 * (2 * b + 1 + 2 * 2 * n)
-    # twice: results and queries; once for the page at hand: its parts as float32, and what each query meets
+    # twice: results and queries; once for the page at hand: its parts as float32, and the operands of each query
     vector = 2 * 4 * rows * (num_results * padded + LANES) + 4 * (2 * (k + -k % SUBLANES) + rows) * max(widths)
     return ring.Footprint(scalar=scalar, vector=vector + config.num_bytes(_page_bytes(pools)))
 
 
 def _kernel(
     # prefetched scalars
-    held_ref,
+    num_valid_ref,
     lengths_ref,
     # inputs
     query_ref,
@@ -228,8 +228,8 @@ def _kernel(
     def listed(row, table_ref):
         return PageList(
             head=0,
-            num_groups=pl.cdiv(held_ref[row], group),
-            count=lambda i: jnp.clip(held_ref[row] - i * group, 0, group),
+            num_groups=pl.cdiv(num_valid_ref[row], group),
+            count=lambda i: jnp.clip(num_valid_ref[row] - i * group, 0, group),
             page=lambda i, j: table_ref[0, 0, i * group + j],
         )
 

@@ -1,4 +1,4 @@
-"""`block_scores` and `code_scores` without Pallas: rows of some blocks gathered, then a product for each KV head."""
+"""`block_scores` and `code_scores` without Pallas: summaries of some blocks are gathered and multiplied per KV head."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ from et_jax.sums import log_sum_exp
 
 Scores = TypeVar("Scores", bound=tuple[Array, ...])
 
-# Measured on x86-64 with two cores, 2 rows of 16k tokens and 16 of 8k: larger pieces fall out of the processor's cache.
+# Measured on x86-64 with two cores, 2 rows of 16k tokens and 16 of 8k: larger pieces exceed the processor's cache.
 PIECE_TOKENS = 512
-# Measured likewise, 16 rows: where one of them holds 2k or 8k tokens and the others nothing, tiles of 4 take a quarter
-# of the time of all together; where they are alike 0.7 at 512 tokens, 0.8 at 2k, 1.1 at 8k.
+# Measured likewise, 16 rows: with 2k or 8k tokens in one of them and none in the others, tiles of 4 take a quarter
+# of the time of all together; with equal lengths 0.7 at 512 tokens, 0.8 at 2k, 1.1 at 8k.
 ROWS_TOGETHER = 4
 
 
@@ -47,21 +47,21 @@ def _block_scores(
     page_size: int,
     scale: float,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Scores of rows that are walked together."""
+    """Return the scores of rows that are walked together."""
     b, h, d = q.shape
     k = key_box.shape[0]
     query = q.astype(jnp.float32).reshape(b * k, h // k, d) * scale
     up, down = jnp.maximum(query, 0.0), jnp.minimum(query, 0.0)
-    # a box is its least key beside its greatest: a positive channel takes the least for the low end, a negative one
-    # the greatest
+    # a box is its least key beside its greatest: the low end uses the least for a positive query channel, the greatest
+    # for a negative one
     ends = jnp.concatenate([jnp.concatenate([up, down], axis=-1), jnp.concatenate([down, up], axis=-1)], axis=1)
 
     def piece(table: Int[Array, "b m"], start: Int[Array, ""]) -> tuple[Float[Array, "b h m"], ...]:
         box = _rows(key_box, table, 2 * d).astype(jnp.float32)
         low, high = jnp.split(_products(ends, box), 2, axis=1)
         middle = _products(query, _rows(mean, table, d))
-        held_mask = _held(table.shape[1], lengths - start, page_size)
-        low, high, middle = (jnp.where(held_mask, x.reshape(b, h, -1), -jnp.inf) for x in (low, high, middle))
+        valid_mask = _valid(table.shape[1], lengths - start, page_size)
+        low, high, middle = (jnp.where(valid_mask, x.reshape(b, h, -1), -jnp.inf) for x in (low, high, middle))
         return low, high, middle
 
     low, high, middle = _piecewise(piece, h, (-jnp.inf,) * 3, page_table, lengths, page_size)
@@ -92,7 +92,7 @@ def _by_length(
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
 ) -> Scores:
-    """Walk a few rows at a time, but all of them on a device that runs them at once."""
+    """Walk a few rows at a time, or all of them on a parallel device."""
     size = ROWS_TOGETHER if platform() == "cpu" else len(lengths)
     return in_tiles(lambda rows: walk(*rows), size, lengths, (q, page_table, lengths))
 
@@ -108,7 +108,7 @@ def _code_scores(
     scale: float,
     soft_cap: float | None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Scores by codes of rows that are walked together."""
+    """Return the scores by codes of rows that are walked together."""
     b, h, d = q.shape
     k, s = key_box.shape[0], page_size
     g = h // k
@@ -121,18 +121,18 @@ def _code_scores(
         offset = box[..., :d] + 128.0 * step
         error = _products(jnp.abs(query), 0.5 * step).reshape(b, h, m)
 
-        # one product for all blocks of a head: with the steps in the queries there is one for each block, too small
+        # one product for all blocks of a head; scaling the queries instead would need a small product for each block
         codes = _rows(key_codes, table, s * d).reshape(b * k, m, s, d).astype(jnp.float32)
         key = (codes * step[:, :, None] + offset[:, :, None]).reshape(b * k, m * s, d)
         scores = jnp.einsum("xtd,xgd->xtg", lax.optimization_barrier(key), query, precision=lax.Precision.HIGHEST)
-        # blocks beside each other, whose exponentials and sums are then vectors
+        # blocks along the last axis, which vectorises exponentials and sums
         scores = lax.optimization_barrier(scores.reshape(b, k, m, s, g).transpose(0, 1, 3, 4, 2))
         scores = scores if soft_cap is None else capped(scores, soft_cap)
         position = jnp.arange(s, dtype=jnp.int32)[:, None] + s * jnp.arange(m, dtype=jnp.int32)
         seen_mask = (position < left[:, None, None])[:, None, :, None]
         block_lse = log_sum_exp(jnp.where(seen_mask, scores, -jnp.inf), axis=2).reshape(b, h, m)
-        held_mask = _held(m, left, page_size)
-        return jnp.where(held_mask, block_lse, -jnp.inf), jnp.where(held_mask, error, 0.0)
+        valid_mask = _valid(m, left, page_size)
+        return jnp.where(valid_mask, block_lse, -jnp.inf), jnp.where(valid_mask, error, 0.0)
 
     block_lse, error = _piecewise(piece, h, (-jnp.inf, 0.0), page_table, lengths, page_size)
     return block_lse, error
@@ -146,11 +146,11 @@ def _piecewise(
     lengths: Int[Array, " b"],
     page_size: int,
 ) -> tuple[Float[Array, "b h n"], ...]:
-    """Return what is known of all blocks, worked out for as many at a time as hold `PIECE_TOKENS`.
+    """Return the results for all blocks, computed in pieces of `PIECE_TOKENS` tokens.
 
-    `piece` is given the pages of some blocks and the position that the first of them starts at. The loop ends with the
-    longest row, so that it costs what is held and not what fits; past that stand the numbers of `absent`. Pieces are of
-    one shape, so that no row's numbers depend on how long the others are.
+    `piece` receives the pages of some blocks and the position of their first token. The loop ends with the
+    longest row, so its cost is that of the cached tokens; the rest is filled with `absent`. Pieces have
+    one shape, so a row's numbers do not depend on the lengths of the others.
     """
     b, n = page_table.shape
     m = max(1, min(n, PIECE_TOKENS // page_size))
@@ -159,10 +159,10 @@ def _piecewise(
 
     def step(i: Int[Array, ""], found: tuple[Float[Array, "b h n"], ...]) -> tuple[Float[Array, "b h n"], ...]:
         start = i * m
-        # the barrier keeps XLA from working the pages out again for every element of the gathers
+        # the barrier keeps XLA from computing the pages again for every element of the gathers
         pages = lax.optimization_barrier(lax.dynamic_slice_in_dim(table, start, m, axis=1))
         both = zip(found, piece(pages, start * page_size), strict=True)
-        return tuple(lax.dynamic_update_slice_in_dim(whole, part, start, axis=2) for whole, part in both)
+        return tuple(lax.dynamic_update_slice_in_dim(full, part, start, axis=2) for full, part in both)
 
     steps = (jnp.max(jnp.minimum(lengths, n * page_size), initial=0) + m * page_size - 1) // (m * page_size)
     empty = tuple(jnp.full((b, num_heads, n + padding), one, jnp.float32) for one in absent)
@@ -180,6 +180,6 @@ def _products(query: Float[Array, "x g d"], key: Float[Array, "x n d"]) -> Float
     return jnp.einsum("xgd,xnd->xgn", query, key, precision=lax.Precision.HIGHEST)
 
 
-def _held(num_blocks: int, lengths: Int[Array, " b"], page_size: int) -> Bool[Array, "b 1 n"]:
-    """Return which blocks hold a token."""
+def _valid(num_blocks: int, lengths: Int[Array, " b"], page_size: int) -> Bool[Array, "b 1 n"]:
+    """Return the mask of blocks with at least one token."""
     return jnp.arange(num_blocks, dtype=jnp.int32) * page_size < lengths[:, None, None]

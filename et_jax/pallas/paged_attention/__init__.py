@@ -1,3 +1,3 @@
-"""Decode attention over a paged KV cache, reading only the listed blocks."""
+"""Decode attention over a paged KV cache that reads only the listed blocks."""
 
 from et_jax.pallas.paged_attention.api import paged_attention as paged_attention

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
+"""Decode attention over a paged KV cache: checks its arguments and picks a backend."""
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +13,27 @@ from et_jax.pallas.workspace import Workspace
 from et_jax.softmax import Softmax
 
 BACKENDS = {name: kernel("paged_attention", name) for name in NAMES}
-MOST_READERS = 31  # bits of an int32 that are not its sign
+MOST_READERS = 31  # bits of an int32 except its sign
 
 
 def shares_pages(backend: str, group: int) -> bool:
-    """Return whether rows of a slot that list the same blocks are read them once, at so many queries a KV head.
+    """Return whether a backend reads blocks once for all rows of a slot with equal lists, at this query group size.
 
-    On a CPU one query alone is multiplied by other instructions than two, and rounded otherwise.
+    On a CPU a single query uses other multiply instructions than two do, which round differently.
     """
     return shares_lists(backend) or (backend == "xla" and group > 1)
 
 
 def shares_lists(backend: str) -> bool:
-    """Return whether rows of a slot are read their blocks once whatever each lists, their `readers` told.
+    """Return whether a backend reads blocks once for all rows of a slot with different lists, given their `readers`.
 
-    Blocks are summed together in other groups than where each row has its own list, and rounded otherwise.
+    Blocks are grouped differently than with one list per row, so sums round differently.
     """
     return backend in ("gpu", "tpu")
 
 
 def padded_heads(group: int) -> int:
-    """Return how many queries the kernel for GPUs reads of a KV head that has a group of so many."""
+    """Return how many queries per KV head the kernel for GPUs reads for a group of this size."""
     return kernel("paged_attention", "gpu", "columns")(group)
 
 
@@ -58,36 +58,36 @@ def paged_attention(
 ) -> tuple[Float[Array, "q h d"], Float[Array, "q h m"] | None]:
     """Return attention of one query a row over the blocks listed for its slot, and each block's log-sum-exp.
 
-    With z_j the scores that `softmax` describes, over the tokens j seen:
+    With z_j the scores that `softmax` describes, over the visible tokens j:
 
         out = sum_j exp(z_j) v_j / (sum_j exp(z_j) + exp(sink))        in the dtype of q
         block_lse[block] = log sum_(j in block) exp(z_j)               float32, without the sink
 
-    q: queries past the rows of `lengths` are nobody's, for callers that multiply a number of rows of their own: what
-        comes of them is 0 and -inf.
+    q: queries past the rows of `lengths` are padding, for callers with a fixed number of rows; their
+        results are 0 and -inf.
     pages: a token's key in [..., :d], its value in [..., d:2d], e = 2d padded to a multiple of 128.
-        Page 0 is the null page; it may hold anything.
-    blocks: logical block ids, strictly ascending, of which the first counts[b, k] hold. Block i of slot b
-        lies in page page_table[b, i] and holds the tokens at positions [i s, (i + 1) s). None, without counts: the
-        blocks in order from the first that a row of the slot sees, m as many as there may be.
-    skipped: where there are no lists, the blocks at the beginning that are left out, as many for all rows of a slot.
-    turn: of a pool that `depth` layers share equally, the layer whose pages the table numbers; None is of one layer.
-    lengths: tokens in the cache, the query's own included: it stands at lengths - 1. A token is seen if
+        Page 0 is the null page; it may contain anything.
+    blocks: logical block ids, strictly ascending, of which the first counts[b, k] are valid. Block i of slot b
+        is page page_table[b, i], with the tokens at positions [i s, (i + 1) s). None, without counts: the
+        blocks in order from the first that a row of the slot attends to, m as many as there may be.
+    skipped: without lists, the number of leading blocks to skip, the same for all rows of a slot.
+    turn: for a pool shared equally by `depth` layers, the layer whose pages the table numbers; None for one layer.
+    lengths: tokens in the cache, including the query's own, which is at position lengths - 1. A token is visible if
         its block is listed, its position below the length and, with a window, less than `window` behind.
-    rows_per_slot: row i is one of slot i // rows_per_slot: rows of a slot share its table and its lists, and a
-        backend may read the pages once for all of them. What stands in a listed block within the sight of one row of
+    rows_per_slot: row i belongs to slot i // rows_per_slot: rows of a slot share its table and its lists, and a
+        backend may read the pages once for all of them. Tokens of a listed block that are visible to one row of
         the slot, by its length and the window, must be finite for all.
-    readers: of every listed block, the rows of the slot that read it, row j by bit j; None is all of them. So the list
-        is the union of the rows' own. A row that does not read a block sees nothing of it.
-    kv_scales: of a pool in 8 bits (int8, or float8_e4m3fn), whose codes are finite: what the keys and what the values
-        of each token are multiplied by.
-    block_sums: whether `block_lse` is returned, else None. A kernel for GPUs writes it in its last launch.
-    num_heads: h, None where q has no other heads. Otherwise the first of each KV head's are its query heads, and the
-        others are 0. The kernel for GPUs takes `padded_heads` of them, of slots of one row; others it pads by a launch.
+    readers: for every listed block, the rows of the slot that read it, row j as bit j; None is all of them. The list
+        is the union of the rows' own lists. A row's result does not depend on blocks that it does not read.
+    kv_scales: for a pool in 8 bits (int8, or float8_e4m3fn) with finite codes: the scale of the key and of the value
+        of each token.
+    block_sums: whether `block_lse` is returned, else None. The kernel for GPUs writes it in its last launch.
+    num_heads: h, None if q has no padded heads. Otherwise the first of each KV head's are its query heads, and the
+        others are 0. The kernel for GPUs requires `padded_heads` of them for slots of one row; else a launch pads them.
 
-    Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is
-    0 and block_lse -inf, never NaN. A row's bits depend on its slot's list and contents alone, and not on how
-    far the list is padded; on `xla` not on the rows beside it in the slot either. Sources: pages, Kwon et al. 2023;
+    Query head h reads KV head h // (h / k). Softmax and sums run in float32. If no token is visible, out is
+    0 and block_lse -inf, never NaN. A row's bits depend only on its slot's list and contents, and not on
+    the padding of the list; on `xla` not on the other rows of the slot either. Sources: pages, Kwon et al. 2023;
     online softmax, Milakov & Gimelshein 2018.
     """
     (past, h, _), rows = q.shape, lengths.shape[0]
@@ -110,7 +110,7 @@ def paged_attention(
         require_shape("blocks", blocks, (b, k, None), "b k m")
         require(blocks.shape[-1] >= 1, "blocks", f"shape {blocks.shape}", "room for at least one block")
         require_shape("counts", counts, (b, k), "b k")
-        require(skipped is None, "skipped", skipped, "None where there are lists")
+        require(skipped is None, "skipped", skipped, "None with lists")
     if skipped is not None:
         require_shape("skipped", skipped, (b, k), "b k")
     integers = {"page_table": page_table, "blocks": blocks, "counts": counts, "lengths": lengths, "skipped": skipped}
@@ -124,7 +124,7 @@ def paged_attention(
         require_integers("readers", readers)
         require(rows_per_slot <= MOST_READERS, "rows_per_slot", rows_per_slot, f"at most {MOST_READERS} with readers")
     more = {}
-    if name == "gpu":  # each launch of a kernel costs there: its own finds blocks and pages
+    if name == "gpu":  # launch-bound: its kernel finds blocks and pages itself
         more = {"skipped": skipped, "turn": turn, "depth": depth, "block_sums": block_sums, "num_heads": h}
     else:
         if turn is not None:
@@ -154,6 +154,6 @@ def paged_attention(
 def workspace(
     *, rows: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: DTypeLike
 ) -> Workspace:
-    """Return about what a call of so many rows over a pool of this dtype sets aside on the default device."""
+    """Return an estimate of the temporaries of a call on the default device, for a pool of this dtype."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     return xla.workspace(rows=rows, **heads, page_size=page_size, dtype=dtype)

@@ -1,20 +1,20 @@
 """`paged_attention` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
-A program takes one KV head of one slot and one *part* of its list. Two warpgroups share it. The producer keeps
+A program processes one KV head of one slot and one *part* of its list, with two warpgroups. The producer keeps
 several tiles of 64 tokens in flight: one bulk copy (TMA) brings a tile's keys and values into shared memory. The
-consumer meets each tile with the queries that share the head, those of every row of the slot:
+consumer multiplies each tile with the queries that share the head, those of every row of the slot:
 
-    scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows that a wgmma has,
+    scores "s g" = keys "s d" @ queries "g d" transposed       tokens on the 64 rows of a wgmma,
     update "d g" = values "s d" transposed @ weights "s g"     the few queries on its columns
 
-A tile of 8 bits is first turned into bfloat16 in shared memory, which leaves its stage free at once; the scales of its
+A tile of 8 bits is first converted to bfloat16 in shared memory, which frees its stage at once; the scales of its
 tokens, copied beside it, multiply logits and weights.
 
-A part is a fixed number of list entries, and what the parts found is added up in a fixed order, so a row's bits
-depend on its own list alone. A program past the end of its list copies nothing.
+A part is a fixed number of list entries, and the results of the parts are added in a fixed order, so a row's bits
+depend only on its own list. A program past the end of its list copies nothing.
 
 On a GPU the two products are wgmma instructions. Interpret mode has none with transposed operands: there they are
-plain products, so it proves the copies, barriers, masks and sums, not the layouts that wgmma reads. Sources: splitting
+plain products, so it tests the copies, barriers, masks and sums, not the layouts that wgmma reads. Sources: splitting
 the list, Flash-Decoding (Dao et al. 2023); a producer and a consumer, FlashAttention-3 (Shah et al. 2024).
 """
 
@@ -37,21 +37,21 @@ from et_jax.pallas.paged_attention.gpu_sums import combined
 from et_jax.pallas.paged_attention.lists import count_of, most_seen
 from et_jax.softmax import Softmax
 
-COLUMNS = 8  # the columns of a wgmma come in eights
-MOST_QUERIES = 16  # of a row: each costs registers, and a share of what every part writes
-MOST_COLUMNS_OF_TWO = 16  # at 24 the assembler gives a thread 158 registers, and two programs may have 128 each
-MOST_VALUES = 4096  # sums that are in registers, one for each query of all rows and column of values
-SMALL = 14 * 1024  # bytes of shared memory that queries, weights, barriers and the compiler's own take, at the most
-DEEP = 3  # stages: one read, one arriving, one asked for
-PART_TOKENS = 768  # of two bytes a number
+COLUMNS = 8  # wgmma columns are a multiple of eight
+MOST_QUERIES = 16  # per row: each costs registers, and a share of the output of every part
+MOST_COLUMNS_OF_TWO = 16  # at 24 the assembler needs 158 registers per thread, and two programs may have 128 each
+MOST_VALUES = 4096  # sums in registers, one for each query of all rows and column of values
+SMALL = 14 * 1024  # bytes of shared memory for queries, weights, barriers and the compiler, at most
+DEEP = 3  # stages: one being read, one arriving, one requested
+PART_TOKENS = 768  # at two bytes per number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a list is cut, and how many tiles are in flight.
+    """How a list is split, and how many tiles are in flight.
 
-    part: list entries of a program, the same for every batch, count and list length.
-    stages: tiles that shared memory holds.
+    part: list entries per program, the same for every batch, count and list length.
+    stages: tiles in shared memory.
     """
 
     part: int
@@ -64,13 +64,13 @@ class Config:
 def heuristic(page_size: int, group: int, width: int, dtype: DTypeLike = jnp.bfloat16) -> Config:
     """Return the settings for a page size in tokens, a query group, a token's width in columns and the pool's dtype.
 
-    A part is as long whatever the group is, so that a row has the same bits read alone and beside others of its slot.
-    It ends in float32 sums, which for eight columns of queries are 1.3% of what it reads in bfloat16, for 64 10%, and
-    one list of 32k tokens is cut into 43 programs. Two programs share a multiprocessor, so that one copies while the
-    other begins or ends, unless that left either with a shallow pipeline, or their registers would not be enough.
+    The part length does not depend on the group, so a row's bits are the same alone and beside others of its slot.
+    A part ends in float32 sums: for eight columns of queries they are 1.3% of the bytes read in bfloat16, for 64 10%,
+    and one list of 32k tokens has 43 parts. Two programs share a multiprocessor, so that one copies while the
+    other begins or ends, unless the pipeline would be too shallow or the registers insufficient.
     """
     bytes_per_tile = hopper.tile_bytes(width, dtype)
-    # one tile of 8 bits is turned into bfloat16
+    # one tile of 8 bits is converted to bfloat16
     taken = SMALL + (hopper.tile_bytes(width) if jnp.dtype(dtype) in EIGHT_BITS else 0)
     stages = (hopper.SHARED // 2 - taken) // bytes_per_tile
     if stages < DEEP or columns(group) > MOST_COLUMNS_OF_TWO:
@@ -107,15 +107,15 @@ def paged_attention(
     """Return what `api.paged_attention` documents.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
-    Raises NotImplementedError, with the reason and the backend that can, for what the kernel does not serve.
+    Raises NotImplementedError, with the reason and a backend that works, for what the kernel does not support.
     """
     _, c, d = q.shape
     h = num_heads or c
     k, _, s, e = pages.shape
     tiles = s // TILE
-    hopper.refuse_unserved(q, pages)
+    hopper.refuse_unsupported(q, pages)
     if h // k > MOST_QUERIES:
-        raise hopper.unserved(f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}")
+        raise hopper.unsupported(f"has columns for {MOST_QUERIES} query heads a KV head, not {h // k}")
     rows = most_together(rows_per_slot, lambda rows: columns(rows * h // k) * d <= MOST_VALUES)
     page_table, blocks, counts, skipped, readers = split(
         rows_per_slot, rows, page_table, blocks, counts, skipped, readers=readers

@@ -1,4 +1,4 @@
-"""The program of one part of a list of `paged_attention` for Hopper GPUs, as `gpu` describes it, in Mosaic GPU."""
+"""The program for one part of a list of `paged_attention` for Hopper GPUs, in Mosaic GPU; `gpu` describes it."""
 
 import functools
 import operator
@@ -24,12 +24,12 @@ def attend_part(
     pages_ref: Any,
     table_ref: Any,
     lengths_ref: Any,
-    blocks_ref: Any = None,  # these two where there are lists
+    blocks_ref: Any = None,  # both with lists only
     counts_ref: Any = None,
-    skipped_ref: Any = None,  # where there are none, and KV heads leave out what is at the beginning
-    turn_ref: Any = None,  # of a pool of several layers
-    scales_ref: Any = None,  # of a pool in 8 bits
-    readers_ref: Any = None,  # where some rows read more of the list than others
+    skipped_ref: Any = None,  # without lists, if KV heads skip leading blocks
+    turn_ref: Any = None,  # for a pool of several layers
+    scales_ref: Any = None,  # for a pool in 8 bits
+    readers_ref: Any = None,  # if rows read different blocks of the list
     # outputs, in global memory
     maximum_ref: Any,
     total_ref: Any,
@@ -42,7 +42,7 @@ def attend_part(
     query_arrived: Any,
     tile_arrived: Any,
     stage_free: Any,
-    scale_stages_ref: Any = None,  # these two of a pool in 8 bits: a tile's scales, and it in bfloat16
+    scale_stages_ref: Any = None,  # both for a pool in 8 bits: a tile's scales, and the tile in bfloat16
     converted_ref: Any = None,
     # settings
     part: int,
@@ -54,7 +54,7 @@ def attend_part(
     depth: int,
     simulated: bool,
 ) -> None:
-    """Attend to one part of one list, for so many rows of so many queries each.
+    """Attend to one part of one list, for a number of rows with a number of queries each.
 
     Logits have base 2 until a tile's sum is written.
     """
@@ -75,7 +75,7 @@ def attend_part(
     base = 0 if turn_ref is None else turn_ref[0] * (num_pages // depth)
 
     def listed(i: Any) -> Any:
-        """The block of the part's tile i."""
+        """Return the block of the part's tile i."""
         entry = first + lax.div(i, tiles)
         return begin + entry if blocks_ref is None else blocks_ref[slot, head, entry]
 
@@ -141,7 +141,7 @@ def attend_part(
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             if scales_ref is None:
                 _zero_unseen(values, start, end, [end - each for each in behind], softmax.window)
-            plgpu.commit_smem()  # wgmma must see what was stored
+            plgpu.commit_smem()  # wgmma must see the store
             update = product(values.transpose((1, 0)), weights_ref, simulated)
             if scales_ref is None:
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
@@ -164,7 +164,7 @@ def attend_part(
 
 
 def _rows_of_columns(shape: tuple[int, int], behind: list, queries: int) -> tuple[Any, Any]:
-    """Return the row that each column's query is of, and by how many tokens that row ends before the longest."""
+    """Return the row of each column's query, and by how many tokens that row ends before the longest."""
     if len(behind) == 1:
         return 0, 0
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
@@ -176,15 +176,15 @@ def _rows_of_columns(shape: tuple[int, int], behind: list, queries: int) -> tupl
 
 
 def _seen(shape: tuple[int, int], begin, end, lag=0):
-    """Return which rows stand for tokens at offsets [begin, end) of their tile, each bound less the lag."""
+    """Return the mask of rows whose tokens have offsets in [begin, end) of their tile, each bound less the lag."""
     offset = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + lag
     return (offset >= begin) & (offset < end)
 
 
 def _zero_unseen(values, begin, end, ends: list, window: int | None) -> None:
-    """Put 0 for the values of tokens that no row sees, each those before its end: 0 * NaN is NaN.
+    """Set the values of tokens at or past all rows' ends to 0, because 0 * NaN is NaN.
 
-    Few tiles have such tokens: the longest row sees all that begin at `begin` and end at `end`.
+    Few tiles have such tokens: the longest row attends to all that begin at `begin` and end at `end`.
     """
 
     @pl.when((begin > 0) | (end < TILE))
@@ -195,10 +195,10 @@ def _zero_unseen(values, begin, end, ends: list, window: int | None) -> None:
 
 
 def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:
-    """Return the row repeated below itself."""
+    """Return the row broadcast along a new first axis."""
     return lax.broadcast_in_dim(row, shape, [1])
 
 
 def _beside(column: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "s x"]:
-    """Return the column repeated beside itself."""
+    """Return the column broadcast along a new last axis."""
     return lax.broadcast_in_dim(column, shape, [0])

@@ -1,7 +1,7 @@
-"""Attention from the sums of the parts of a list, and the log-sum-exps of its blocks: one Triton kernel.
+"""Merges the parts of a list into attention and the log-sum-exps of its blocks: one Triton kernel.
 
-A program takes some columns of the values of one KV head of one slot. It adds up a fixed number of parts at a time, so
-unused parts and other slots change no bit. XLA launches four kernels for the attention, and one for the blocks.
+A program processes some columns of the values of one KV head of one slot. It adds a fixed number of parts at a time,
+so unused parts and other slots change no bit. XLA would launch four kernels for the attention, and one for the blocks.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from et_jax.softmax import finite
 
-PARTS = 16  # met at a time
-VALUES = 16  # columns of values of a program
+PARTS = 16  # merged at a time
+VALUES = 16  # columns of values per program
 ENTRIES = 32  # of a list, whose log-sum-exps a program writes at a time
 
 
@@ -44,7 +44,7 @@ def combined(
     Logits have base 2. `counted` returns the number of list entries from refs of the arrays in `counting`, a slot and a
     KV head. A part has `part` entries, a list `m`. The first of the c columns are `queries` of each of a slot's `rows`.
     `num_rows` is r: rows past the slots' own are 0. `tile_lse` has the log-sum-exp of each of the t tiles of an entry,
-    in nats; those past the last entry may be anything. Log-sum-exps are of the slots' own rows alone, -inf past the
+    in nats, and is undefined past the last entry. Log-sum-exps are of the slots' own rows only, -inf past the
     last entry.
     """
     b, k, _, d, columns = mixed.shape

@@ -1,4 +1,4 @@
-"""Which blocks are read where no list says so: in order, all that the rows of a slot see."""
+"""The blocks that are read without a list: in order, all that the rows of a slot attend to."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from et_jax.softmax import Softmax
 
 
 def most_seen(num_blocks: int, page_size: int, rows_per_slot: int, window: int | None) -> int:
-    """Return how many blocks the rows of a slot see at the most, each a token further on than the one before it."""
+    """Return the most blocks that the rows of a slot attend to; each row is one token longer than the previous one."""
     if window is None:
         return num_blocks
     return min(num_blocks, (window + rows_per_slot + page_size - 3) // page_size + 1)
@@ -21,25 +21,25 @@ def most_seen(num_blocks: int, page_size: int, rows_per_slot: int, window: int |
 def seen(
     lengths: Sequence[Int[Array, "..."]], page_size: int, window: int | None, skipped: Int[Array, "..."] | None = None
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
-    """Return the first block that one of the rows of a slot sees, and how many there are from it on.
+    """Return the first block that a row of a slot attends to, and the number of blocks from it on.
 
-    Those before `skipped` are left out. A row of length 0 sees nothing. These are plain sums of whole numbers, which
-    kernels work out for one slot at a time.
+    Blocks before `skipped` are excluded. A row of length 0 attends to nothing. This is plain integer arithmetic, which
+    kernels run for one slot at a time.
     """
     longest = functools.reduce(jnp.maximum, lengths)
-    held = lax.div(longest + (page_size - 1), jnp.int32(page_size))
-    first = jnp.zeros_like(held)
+    num_blocks = lax.div(longest + (page_size - 1), jnp.int32(page_size))
+    first = jnp.zeros_like(num_blocks)
     if window is not None:
         shortest = functools.reduce(jnp.minimum, [jnp.where(each > 0, each, longest) for each in lengths])
         first = lax.div(jnp.maximum(shortest - window, 0), jnp.int32(page_size))
     if skipped is not None:
         first = jnp.maximum(first, skipped)
-    first = jnp.minimum(first, held)
-    return first, held - first
+    first = jnp.minimum(first, num_blocks)
+    return first, num_blocks - first
 
 
 def lengths_of(lengths_ref: Any, slot: Any, rows: int, rows_per_slot: int) -> list[Any]:
-    """Return, in a kernel, the lengths of all rows of the slot that `rows` of its `rows_per_slot` are served for."""
+    """Return, in a kernel, the lengths of the `rows` of the slot's `rows_per_slot` rows that it processes."""
     row = lax.div(slot * rows, jnp.int32(rows_per_slot)) * rows_per_slot
     return [lengths_ref[row + i] for i in range(rows_per_slot)]
 
@@ -73,7 +73,7 @@ def listed(
     softmax: Softmax,
     skipped: Int[Array, "b k"] | None,
 ) -> tuple[Int[Array, "b k m"], Int[Array, "b k"]]:
-    """Return the lists of all blocks that are `seen`, for each KV head of each slot, and how many each has."""
+    """Return the lists of all `seen` blocks, for each KV head of each slot, and their lengths."""
     by_row = lengths.reshape(-1, rows_per_slot, 1)
     rows = [by_row[:, row] for row in range(rows_per_slot)]
     first, counts = seen(rows, page_size, softmax.window, skipped)

@@ -1,4 +1,4 @@
-"""What `paged_attention` means, in plain jax.numpy: for reading, not for speed."""
+"""The definition of `paged_attention`, in plain jax.numpy: for reading, not for speed."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def paged_attention(
     m = blocks.shape[2]
     grouped = q.astype(jnp.float32).reshape(b, k, h // k, d)
 
-    # every token of every listed block, and whether the query sees it
+    # every token of every listed block, and whether it is visible to the query
     listed = jnp.arange(m, dtype=jnp.int32) < counts[..., None]
     if readers is not None:
         listed &= readers & 1 == 1
@@ -44,7 +44,7 @@ def paged_attention(
     key, value = token[..., :d], token[..., d : 2 * d]
     if kv_scales is not None:
         key, value = (x * kv_scales[head, page, i][..., None] for i, x in enumerate((key, value)))
-    # 0 * NaN is NaN: what is masked must not be read
+    # 0 * NaN is NaN: masked values must not be read
     key, value = (jnp.where(seen_mask[..., None], x, 0.0) for x in (key, value))
 
     scores = jnp.einsum("bkgd,bkmsd->bkgms", grouped, key, precision="highest") * softmax.scale

@@ -1,6 +1,6 @@
-"""`paged_attention` on a TPU: a grid step for each slot and KV head, its listed pages copied ahead through a ring.
+"""`paged_attention` on a TPU: a grid step per slot and KV head, whose listed pages are prefetched through a ring.
 
-Rows of one slot stand beside each other in the query group, so that a page is copied once for all of them.
+Rows of one slot are adjacent in the query group, so that a page is copied once for all of them.
 """
 
 import operator
@@ -19,13 +19,13 @@ from et_jax.pallas.folding import by_head, by_row, most_together, split
 from et_jax.pallas.ring import PageList, RingConfig
 from et_jax.softmax import Softmax, finite
 
-# A group's pages are worked on as one, so that what a step of the loop costs is shared. At head dim 128 a v6e transfers
-# 1024 tokens in 560 cycles and the compiler spends about 510 instructions on them; half the tokens take more than half.
+# A group's pages are processed as one, to share the overhead of a loop step. At head dim 128 a v6e transfers
+# 1024 tokens in 560 cycles and the compiler emits about 510 instructions for them; half the tokens take more than half.
 GROUP_TOKENS = 1024
 
 
 def heuristic(pages: Array) -> RingConfig:
-    """Return the walk over lists of pages of a pool."""
+    """Return the ring for lists of pages of a pool."""
     _, _, s, e = pages.shape
     return ring.heuristic(GROUP_TOKENS, s, e, pages.dtype)
 
@@ -63,16 +63,16 @@ def paged_attention(
     page_table, blocks, counts, readers = split(rows_per_slot, rows, page_table, blocks, counts, readers=readers)
     b, group = page_table.shape[0], config.group
     x, queries = b * k, rows * h // k
-    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
+    padded = m + -m % LANES  # block sums are stored in full lanes, and a group is read entirely
 
-    # A head that fills no whole lanes is not cut from its token: zeros beside the query stand against the value,
-    # and what the weights mix is the token, the value in its columns [d, 2d).
+    # A head narrower than full lanes is not sliced from its token: the query is padded with zeros for the value,
+    # and the weights mix entire tokens, with the value in columns [d, 2d).
     joint = d % LANES != 0
     dtype = q.dtype if kv_scales is not None else wider(q.dtype, pages.dtype)
     width = e if joint else d
     query = by_head(q.astype(dtype), k, rows).reshape(x, queries, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, width - d)))
-    # a sink is one more logit that mixes nothing in: the softmax starts from it
+    # a sink is one more logit without a value: the initial state of the softmax
     sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
     sinks = jnp.tile(sinks.astype(jnp.float32).reshape(k, -1), (1, rows))
     lists, readers = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, 0), (0, padded - m))), (blocks, readers))
@@ -119,13 +119,13 @@ def paged_attention(
             jax.ShapeDtypeStruct((x, queries, width), q.dtype),
             jax.ShapeDtypeStruct((x, queries, padded), jnp.float32),
         ],
-        # Grid steps run in order on one core: each starts copies for the next. To check a copy's bounds takes more
-        # instructions than to start it (21 against 14, by the v5e's compiler), and only the interpreter needs it.
+        # Grid steps run in order on one core: each starts copies for the next. Checking a copy's bounds takes more
+        # instructions than starting it (21 against 14, by the v5e's compiler); only the interpreter needs the check.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention",
     )(
-        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # nothing follows the last list
+        jnp.pad(jnp.minimum(counts, m).reshape(x), (0, 1)),  # no list follows the last one
         lengths,
         query,
         sinks[..., None],
@@ -145,22 +145,22 @@ def paged_attention(
 def footprint(
     config: RingConfig, pages: Array, b: int, h: int, n: int, m: int, rows: int = 1, read_apart: bool = False
 ) -> ring.Footprint:
-    """Return the memories taken by b slots, page tables of n entries and lists of m.
+    """Return the memory used by b slots, page tables of n entries and lists of m.
 
-    Each has `rows` rows of h query heads, which read the same blocks unless they `read_apart`.
+    Each slot has `rows` rows of h query heads, which read the same blocks unless they `read_apart`.
     """
     k, _, s, e = pages.shape
     m += -m % LANES
     queries = rows * h // k
-    queries += -queries % SUBLANES  # whole registers
-    # counts and lengths; twice, for the copy that runs ahead: the list and the table of this step and of the next
+    queries += -queries % SUBLANES  # full registers
+    # counts and lengths; twice, for the prefetch: the list and the table of this step and of the next
     scalar = 4 * (b * k + 1 + b * rows + 2 * 2 * (m + n))
     if read_apart:
         scalar += 4 * 2 * m
     converted = 0
     if pages.dtype in EIGHT_BITS:  # a group in the dtype of the query, at most float32
         converted = 4 * config.group * s * e
-    # twice: query, output and block sums; once for each page of a group: its query, scores and what becomes of them
+    # twice: query, output and block sums; once for each page of a group: its query, scores and temporaries
     vector = 2 * 4 * queries * (2 * e + m) + 4 * queries * config.group * (4 * max(s, LANES) + 2 * e)
     return ring.Footprint(scalar=scalar, vector=vector + converted + config.num_bytes(ring.page_bytes(pages)))
 
@@ -176,9 +176,9 @@ def _kernel(
     next_blocks_ref,
     table_ref,
     next_table_ref,
-    readers_ref,  # None where every row reads every block
+    readers_ref,  # None if every row reads every block
     pages_ref,
-    scales_ref,  # None but for a pool in 8 bits
+    scales_ref,  # None unless the pool is in 8 bits
     # outputs
     out_ref,
     lse_ref,
@@ -195,7 +195,7 @@ def _kernel(
     num_heads: int,
     rows: int,
 ):
-    """Attend the rows of one slot and KV head."""
+    """Compute the attention of the rows of one slot and KV head."""
     group, window = config.group, softmax.window
     _, _, s, e = buffers_ref.shape
     queries, width = query_ref.shape[1:]
@@ -223,7 +223,7 @@ def _kernel(
     )
 
     def page_end(i, j):
-        """Where the longest row ends, counted from the first token of entry j of group i; 0 if it is not listed."""
+        """Return where the longest row ends, from the first token of entry j of group i; 0 if it is not listed."""
         block = blocks_ref[0, 0, i * group + j]
         return jnp.where(j < own.count(i), length - block * s, 0)
 
@@ -231,21 +231,21 @@ def _kernel(
         return (offset < end) if window is None else (offset < end) & (offset >= end - window)
 
     def clean(i, buffer):
-        """Zero what no query sees, where a group of floats holds any: 0 * NaN is NaN."""
+        """Zero the values that no query attends to, if a group of floats has any: 0 * NaN is NaN."""
         padding = joint and e > 2 * head_dim
-        # ids ascend: if the last page is full so are those before it, if the window holds the first it holds them all
-        whole = page_end(i, group - 1) >= s
+        # ids ascend: if the last page is full all are; if the window contains the first page, it contains them all
+        full = page_end(i, group - 1) >= s
         if window is not None:
-            whole &= page_end(i, 0) <= window
+            full &= page_end(i, 0) <= window
 
         def clean_page(j, _):
             offset = lax.broadcasted_iota(jnp.int32, (s, e), 0)
-            kept = reduce(operator.or_, [seen(offset, page_end(i, j) - each) for each in behind])
+            visible = reduce(operator.or_, [seen(offset, page_end(i, j) - each) for each in behind])
             if padding:
-                kept &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
-            buffers_ref[buffer, j] = jnp.where(kept, buffers_ref[buffer, j], 0.0)
+                visible &= lax.broadcasted_iota(jnp.int32, (s, e), 1) < 2 * head_dim
+            buffers_ref[buffer, j] = jnp.where(visible, buffers_ref[buffer, j], 0.0)
 
-        @pl.when(padding | ~whole)
+        @pl.when(padding | ~full)
         def _():
             lax.fori_loop(0, group, clean_page, None)
 
@@ -261,7 +261,7 @@ def _kernel(
     )
 
     def by_page(i, value_of):
-        """A number for each page of group i, over the page's scores "q s"."""
+        """Return a number per page of group i, broadcast over the page's scores "q s"."""
         return jnp.concatenate([jnp.full((1, queries, s), value_of(i * group + j)) for j in range(group)])
 
     def step(i, carry):
@@ -270,7 +270,7 @@ def _kernel(
         if scales_ref is None:
             clean(i, buffer)
         token = buffers_ref[buffer].astype(query.dtype)
-        if buffers_ref.dtype == jnp.float8_e4m3fn:  # what was never copied may be anything
+        if buffers_ref.dtype == jnp.float8_e4m3fn:  # uncopied buffers may contain anything
             token = jnp.where(jnp.abs(token) < jnp.inf, token, 0.0)
         key, value = (token, token) if joint else (token[..., :head_dim], token[..., head_dim : 2 * head_dim])
 
@@ -286,7 +286,7 @@ def _kernel(
             seen_mask &= (by_page(i, lambda entry: readers_ref[0, 0, entry]) >> row_of) & 1 == 1
         scores = jnp.where(seen_mask, scores, -jnp.inf)
 
-        # one exponential a token, against its own block's maximum, serves the block's sum and the output
+        # one exponential per token, relative to its own block's maximum, gives the block's sum and the output
         block_maximum = jnp.max(scores, axis=2, keepdims=True)
         weights = jnp.exp(scores - finite(block_maximum))
         block_total = jnp.sum(weights, axis=2, keepdims=True)

@@ -1,4 +1,4 @@
-"""Prefill attention over a paged KV cache: the one door, which checks its arguments and picks a backend."""
+"""Prefill attention over a paged KV cache: checks its arguments and picks a backend."""
 
 import jax
 from jaxtyping import Array, Float, Int, Int8
@@ -25,7 +25,7 @@ def paged_prefill(
     kv_scales: Float[Array, "k p 2 s"] | None = None,
     backend: str | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Return causal attention of t new queries a row, at positions starts .. starts + t - 1, and block sums if asked.
+    """Return causal attention of t new queries a row, at positions starts .. starts + t - 1, and optional block sums.
 
     With z_ij the scores that `softmax` describes, over the tokens j <= i of the listed blocks and, with a window,
     i - j < window:
@@ -33,18 +33,18 @@ def paged_prefill(
         out_i = sum_j exp(z_ij) v_j / (sum_j exp(z_ij) + exp(sink))        in the dtype of q
         lse_i[block] = log sum_(j in block) exp(z_ij)                      float32, without the sink
 
-    pages: as in `paged_attention`; the new tokens' own keys and values are already there. The token at
-        position j of row b lies in page page_table[b, j // s].
+    pages: as in `paged_attention`, with the new tokens' own keys and values. The token at
+        position j of row b is in page page_table[b, j // s].
     blocks, counts: given together, lists as in `paged_attention`: logical ids, strictly ascending, of which the
-        first counts[b, k] hold. Every query of the chunk reads these blocks and no other, so those that hold
-        the chunk itself belong in the list. None: every block that is not in the future, as if each block of
-        the row were listed; with the same bits but on `xla`.
-    kv_scales: of a pool in 8 bits, as in `paged_attention`.
-    block_lse: return lse too, where m counts the entries of a list or, with none, of the page table; else None.
+        first counts[b, k] are valid. Every query of the chunk reads exactly these blocks, so the blocks of
+        the chunk itself belong in the list. None: every block that is not in the future, as if all blocks of
+        the row were listed; bitwise identical except on `xla`.
+    kv_scales: for a pool in 8 bits, as in `paged_attention`.
+    block_lse: also return lse, where m counts the entries of a list or, without lists, of the page table; else None.
 
-    Query head h reads KV head h // (h / k). Softmax and sums run in float32. Where nothing is seen, out is 0
-    and lse -inf. What no query sees may be NaN; what a query sees and is NaN makes its `out` NaN. Queries past
-    the end of the real tokens give rows to be ignored; no other row depends on them or on their keys and values.
+    Query head h reads KV head h // (h / k). Softmax and sums run in float32. If no token is visible, out is 0
+    and lse -inf. Invisible tokens may be NaN; a visible NaN makes the query's `out` NaN. Queries past
+    the end of the real tokens have undefined rows; no other row depends on them or on their keys and values.
     """
     b, _, h, _ = q.shape
     k = pages.shape[0]
@@ -78,6 +78,6 @@ def paged_prefill(
 
 
 def workspace(*, rows: int, chunk: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int) -> Workspace:
-    """Return about what a call of so many rows of a chunk of queries sets aside."""
+    """Return an estimate of the temporaries of a call with `rows` rows of a chunk of queries."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     return xla.workspace(rows=rows, chunk=chunk, **heads, page_size=page_size)

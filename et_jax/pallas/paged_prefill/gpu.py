@@ -1,18 +1,18 @@
 """`paged_prefill` for Hopper GPUs (compute capability 9.0), in Mosaic GPU.
 
-A program takes one KV head of one row and a block of query rows: the queries that share the head, position by
-position. Three warpgroups share it. The producer keeps several tiles of 64 tokens in flight: those of the listed
-blocks or, without lists, from the first that a window reaches to the last that any query sees. Each of two consumers
-meets every tile with 64 query rows:
+A program processes one KV head of one row and a block of query rows: the queries that share the head, position by
+position. It has three warpgroups. The producer keeps several tiles of 64 tokens in flight: those of the listed
+blocks or, without lists, from the first in a window to the last that any query attends to. Each of two consumers
+multiplies every tile with 64 query rows:
 
     scores "r s" = queries "r d" @ keys "s d" transposed        from shared memory
     mixed "r d" += weights "r s" @ values "s d"                 weights from registers
 
-A tile of 8 bits is first turned into bfloat16 in shared memory, by the consumers in turn, which leaves its stage free;
+A tile of 8 bits is first converted to bfloat16 in shared memory, by the consumers in turn, which frees its stage;
 the scales of its tokens, copied beside it, multiply logits and weights.
 
-On a GPU the products are wgmma instructions; interpret mode has plain products in their place. Source:
-FlashAttention-3 (Shah et al. 2024), here without its overlap of one tile's softmax with the next tile's product.
+On a GPU the products are wgmma instructions; interpret mode uses plain products. Source:
+FlashAttention-3 (Shah et al. 2024), without its overlap of one tile's softmax with the next tile's product.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ from et_jax.pallas.checks import EIGHT_BITS, require_counts
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
 from et_jax.softmax import Softmax, finite
 
-ROWS = 64  # query rows of a consumer: the rows of one wgmma
-STEP = 64  # columns: what LAYOUT lays side by side
+ROWS = 64  # query rows per consumer: the rows of one wgmma
+STEP = 64  # columns that LAYOUT places side by side
 CONSUMERS = 2
 PRODUCER = CONSUMERS  # the warpgroup after them
-SMALL = 4 * 1024  # bytes of shared memory that barriers and the compiler's own take, at the most
-ENOUGH = 4  # stages: beyond these, more in flight hides nothing
-# Registers a thread: a consumer's sums need more than the third of the file that is theirs, a producer next to none.
+SMALL = 4 * 1024  # bytes of shared memory for barriers and the compiler, at most
+ENOUGH = 4  # stages: more in flight hide no more latency
+# Registers per thread: a consumer's sums need more than its third of the file, a producer almost none.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How many tiles are in flight. stages: tiles that shared memory holds."""
+    """How many tiles are in flight. stages: tiles in shared memory."""
 
     stages: int
 
@@ -53,9 +53,9 @@ class Config:
 
 
 def heuristic(width: int, dtype: DTypeLike = jnp.bfloat16) -> Config:
-    """Return the settings for a token's width in columns and the pool's dtype: what fits, as far as it is of use.
+    """Return the settings for a token's width in columns and the pool's dtype: as many stages as fit, up to `ENOUGH`.
 
-    Beside the stages stand the queries, and a tile of 8 bits in bfloat16.
+    Shared memory also contains the queries, and a tile of 8 bits in bfloat16.
     """
     queries = CONSUMERS * hopper.tile_bytes(width) // 2
     converted = hopper.tile_bytes(width) if jnp.dtype(dtype) in EIGHT_BITS else 0
@@ -77,20 +77,20 @@ def paged_prefill(
     config: Config | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Return what `api.paged_prefill` documents, None where no block sums are asked for.
+    """Return what `api.paged_prefill` documents, with None for block sums that are not requested.
 
     interpret: run the kernel on a CPU, simulated with these settings; None compiles it for a GPU.
-    Raises NotImplementedError, with the reason and the backend that can, for what the kernel does not serve.
+    Raises NotImplementedError, with the reason and a backend that works, for what the kernel does not support.
     """
     b, t, h, d = q.shape
     k, _, s, e = pages.shape
     group = h // k
     m = page_table.shape[1] if blocks is None else blocks.shape[2]
-    hopper.refuse_unserved(q, pages)
+    hopper.refuse_unsupported(q, pages)
     if config is None:
         facts = {"page_size": s, "head_dim": d, "queries": group, "chunk": t, "dtype": pages.dtype}
         config = tuned.settings(heuristic(e, pages.dtype), "paged_prefill/gpu", **facts)
-    # row r of a KV head is query r % group at position start + r // group
+        # row r of a KV head is query r % group at position start + r // group
     num_blocks = -(-t * group // (CONSUMERS * ROWS))
     num_rows = num_blocks * CONSUMERS * ROWS
     query = q.reshape(b, t, k, group, d).swapaxes(1, 2).reshape(b, k, t * group, d)
@@ -140,7 +140,7 @@ def _tiles_seen(
     shape: tuple[int, ...],
     window: int | None,
 ) -> Bool[Array, "b #k m tiles t"]:
-    """Return which queries see any token of which tiles, for tile sums of this shape; of no other is a sum written."""
+    """Return which queries attend to any token of which tiles, in the shape of tile sums; no other sum is written."""
     _, _, m, tiles, t, _ = shape
     entry = jnp.arange(m, dtype=jnp.int32)
     block = entry[None, None] if blocks is None else blocks
@@ -155,7 +155,7 @@ def _tiles_seen(
 def _block_sums(
     tile_lse: Float[Array, "b k m tiles t g"], seen_mask: Bool[Array, "b #k m tiles t"]
 ) -> Float[Array, "b t h m"]:
-    """Return the log-sum-exp of each block from those of its tiles, -inf where nothing is seen."""
+    """Return the log-sum-exp of each block from those of its tiles, -inf if no token is visible."""
     b, k, m, tiles, t, group = tile_lse.shape
     tile_lse = jnp.where(seen_mask[..., None], tile_lse, -jnp.inf)
     lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
@@ -171,14 +171,14 @@ def _attend_block(
     sinks_ref,
     blocks_ref,  # these two are None without lists
     counts_ref,
-    scales_ref,  # None but for a pool in 8 bits
+    scales_ref,  # None unless the pool is in 8 bits
     # outputs, in global memory
     out_ref,
-    lse_ref,  # None where no block sums are asked for
+    lse_ref,  # None unless block sums are requested
     # scratch, in shared memory
     query_ref,
     stages_ref,
-    scale_stages_ref,  # these two likewise: a tile's scales, and it in bfloat16
+    scale_stages_ref,  # both likewise: a tile's scales, and the tile in bfloat16
     converted_ref,
     query_arrived,
     tile_arrived,
@@ -191,7 +191,7 @@ def _attend_block(
     num_queries: int,
     simulated: bool,
 ):
-    """Attend with one block of query rows. Logits have base 2 until a tile's sum is written."""
+    """Compute the attention of one block of query rows. Logits have base 2 until a tile's sum is written."""
     row, head, block = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("block")
     warpgroup = lax.axis_index("warpgroup")
     d, window = query_ref.shape[2], softmax.window
@@ -206,7 +206,7 @@ def _attend_block(
         end = jnp.minimum(lax.div(last_query, TILE) + 1, table_ref.shape[1] * tiles)
 
     def place(i):
-        """The block that tile i of those read lies in, and which of its tiles it is."""
+        """Return the block of the i-th tile to read, and the index of the tile in it."""
         entry = lax.div(begin + i, tiles)
         return entry if blocks_ref is None else blocks_ref[row, head, entry], lax.rem(begin + i, tiles)
 
@@ -256,9 +256,9 @@ def _attend_block(
                 floats_ref, by_token = converted_ref, plgpu.Layout.WGMMA.reduce(0)
                 key_scale, value_scale = (load(scale_stages_ref.at[stage, row], by_token) for row in (0, 1))
                 is_finite = jnp.abs(value_scale) < jnp.inf
-                key_scale = jnp.where(is_finite, key_scale, jnp.nan)  # a faulty value shows in its scale
+                key_scale = jnp.where(is_finite, key_scale, jnp.nan)  # an invalid value makes its scale NaN
                 value_scale = jnp.where(is_finite, value_scale, 0.0)
-                wait_for_each_other()  # until both are done with the tile before
+                wait_for_each_other()  # until both have finished the previous tile
                 own_turn = warpgroup == lax.rem(i, CONSUMERS)
                 pl.when(own_turn)(functools.partial(convert, floats_ref, stages_ref.at[stage]))
                 wait_for_each_other()
@@ -287,7 +287,7 @@ def _attend_block(
             logits = lax.cond(is_edge, mask, lambda logits: logits, logits * LOG2_E)
 
             tile_maximum = jnp.max(logits, axis=1)
-            if lse_ref is not None:  # against the tile's own maximum: far below the others it is exact still
+            if lse_ref is not None:  # relative to the tile's own maximum, so that a small sum is exact too
                 tile_weights = jnp.exp2(logits - _beside(finite(tile_maximum), logits.shape))
                 lse = (finite(tile_maximum) + jnp.log2(jnp.sum(tile_weights, axis=1))) / LOG2_E
                 store(lse_ref.at[row, head, begin + i, own_rows], lse)
@@ -302,7 +302,7 @@ def _attend_block(
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
             return new_maximum, total, mixed
 
-        # a sink is one more logit that mixes nothing in: the softmax starts from it
+        # a sink is one more logit without a value: the initial state of the softmax
         sink = plgpu.load(sinks_ref.at[head, own_rows], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         start = (
             sink,
@@ -318,7 +318,7 @@ def _accumulate(mixed, weights, values, simulated: bool):
     """Return mixed "r d" + weights "r s" @ values "s d"."""
     if simulated:
         result = mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
-        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy to this place
+        plgpu.commit_smem()  # unlike a wgmma's, these reads must be fenced from the next copy into this buffer
         return result
     return pl.run_state(lambda sum_ref: plgpu.wgmma(sum_ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(mixed))
 
@@ -340,7 +340,7 @@ def _fault(values, simulated: bool) -> Float[Array, "r s"]:
 
 
 def _zero_faults(values: Any) -> None:
-    """Put 0 where a value is not finite: a query that must not see it gives it weight 0, and 0 * NaN is NaN."""
+    """Set values that are not finite to 0: a query that does not attend to them has weight 0, and 0 * NaN is NaN."""
     for column in range(0, values.shape[1], STEP):
         share = values.at[:, pl.ds(column, STEP)]
         value = share[...]
@@ -350,10 +350,10 @@ def _zero_faults(values: Any) -> None:
 
 
 def _below(row: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "x s"]:
-    """Return the row repeated below itself."""
+    """Return the row broadcast along a new first axis."""
     return lax.broadcast_in_dim(row, shape, [1])
 
 
 def _beside(column: Float[Array, " r"], shape: tuple[int, int]) -> Float[Array, "r x"]:
-    """Return the column repeated beside itself."""
+    """Return the column broadcast along a new last axis."""
     return lax.broadcast_in_dim(column, shape, [0])

@@ -1,4 +1,4 @@
-"""What `paged_prefill` means, in plain jax.numpy: for reading, not for speed."""
+"""The definition of `paged_prefill`, in plain jax.numpy: for reading, not for speed."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def paged_prefill(
     softmax: Softmax,
     kv_scales: Float[Array, "k p 2 s"] | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
+    """Return what `api.paged_prefill` documents, with None for block sums that are not requested."""
     b, t, h, d = q.shape
     k, _, s, e = pages.shape
     n = page_table.shape[1]
@@ -29,13 +29,13 @@ def paged_prefill(
     listed = jnp.arange(blocks.shape[2], dtype=jnp.int32) < counts[..., None]
 
     def one_query(query, token, block, listed, position):
-        """Attention of one query "h d" at `position` over the tokens "k n*s e" of its sequence, and block sums."""
+        """Return attention of one query "h d" at `position` over its sequence's tokens "k n*s e", and block sums."""
         opened = jnp.any((block[..., None] == jnp.arange(n, dtype=jnp.int32)) & listed[..., None], axis=1)
         place = jnp.arange(n * s, dtype=jnp.int32)
         seen_mask = jnp.repeat(opened, s, axis=1) & (place <= position)
         if softmax.window is not None:
             seen_mask &= position - place < softmax.window
-        token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: what is masked must not be read
+        token = jnp.where(seen_mask[..., None], token, 0.0)  # 0 * NaN is NaN: masked values must not be read
         key, value = token[..., :d], token[..., d : 2 * d]
         grouped = query.astype(jnp.float32).reshape(k, h // k, d)
         scores = jnp.einsum("kgd,ktd->kgt", grouped, key, precision="highest") * softmax.scale

@@ -1,9 +1,9 @@
-"""`paged_prefill` on a TPU: a grid step for each tile of queries, the pages it reads copied ahead through a ring.
+"""`paged_prefill` on a TPU: a grid step for each tile of queries, whose pages are prefetched through a ring.
 
-Those are the listed pages or, with no lists, the pages some query of the tile sees.
+The pages are the listed ones or, without lists, those that some query of the tile attends to.
 
-Groups of pages begin at fixed multiples of their size, and one that a query does not see changes no bit of
-its output, so that a chunk may be cut anywhere.
+Groups of pages begin at fixed multiples of their size, and a group invisible to a query changes no bit of
+its output, so a chunk may be cut anywhere.
 """
 
 import dataclasses
@@ -20,18 +20,18 @@ from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import EIGHT_BITS, LANES, require, wider
 from et_jax.softmax import Softmax, finite
 
-# Rows of queries that share a read of the keys: at one flop a byte and row (bfloat16) products and transfers balance
+# Rows of queries that share a read of the keys: at one flop per byte and row (bfloat16) products and transfers balance
 # at 240 rows on a v5e (197 TFLOP/s over 0.82 TB/s) and at 560 on a v6e (918 over 1.64).
 QUERY_ROWS = 512
-# Keys worked on as one: scores of a tile against them are 1 MiB of vector memory.
+# Keys processed as one: a tile's scores against them are 1 MiB of vector memory.
 GROUP_TOKENS = 512
-NEVER = 2**30  # where a token stands that is not listed: no query stands so far, and differences do not overflow
-TILE_STEP = 16  # a tile is whole registers of bfloat16
+NEVER = 2**30  # the position of an unlisted token: beyond every query, and differences do not overflow
+TILE_STEP = 16  # a tile is full registers of bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the queries are cut. tile: tokens a grid step, a multiple of 16. ring: how the pages arrive."""
+    """How the queries are split. tile: tokens per grid step, a multiple of 16. ring: the ring of the pages."""
 
     tile: int
     ring: ring.RingConfig
@@ -41,7 +41,7 @@ class Config:
 
 
 def heuristic(chunk: int, group: int, pages: Array) -> Config:
-    """Return the cut for a chunk in tokens, query heads a KV head and a pool."""
+    """Return the settings for a chunk in tokens, query heads per KV head and a pool."""
     _, _, s, e = pages.shape
     tile = max(TILE_STEP, min(QUERY_ROWS // group, chunk + -chunk % TILE_STEP) // TILE_STEP * TILE_STEP)
     return Config(tile=tile, ring=ring.heuristic(GROUP_TOKENS, s, e, pages.dtype))
@@ -61,7 +61,7 @@ def paged_prefill(
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Return what `api.paged_prefill` documents, None where no block sums are asked for.
+    """Return what `api.paged_prefill` documents, with None for block sums that are not requested.
 
     interpret: run the kernel on a CPU, for tests.
     """
@@ -74,26 +74,26 @@ def paged_prefill(
     tile, tiles = config.tile, -(-t // config.tile)
     ring.require_pages(pages)
     m = n if blocks is None else blocks.shape[2]
-    padded = m + -m % LANES  # block sums are stored in whole lanes, and a group is read whole
+    padded = m + -m % LANES  # block sums are stored in full lanes, and a group is read entirely
     taken = footprint(config, pages, b, g, n, listed=0 if blocks is None else m, summed=m if block_lse else 0)
     ring.require_memory("scalar", taken.scalar, ring.SCALAR_MEMORY_BYTES, f"or pages of more than {s} tokens")
     advice = "or shorter lists" if block_lse else "or smaller pages"
     ring.require_memory("vector", taken.vector, ring.VECTOR_MEMORY_BYTES, advice)
 
-    # a head that fills no whole lanes is not cut from its token, as in `paged_attention`
+    # a head narrower than full lanes is not sliced from its token, as in `paged_attention`
     joint = d % LANES != 0
     dtype = wider(q.dtype, pages.dtype)
     width = e if joint else d
     query = q.astype(dtype).reshape(b, t, k, g, d).transpose(0, 2, 3, 1, 4).reshape(b * k, g, t, d)
     query = jnp.pad(query, ((0, 0), (0, 0), (0, tiles * tile - t), (0, width - d)))
-    # a sink is one more logit that mixes nothing in: the softmax starts from it
+    # a sink is one more logit without a value: the initial state of the softmax
     sinks = jnp.full(h, -jnp.inf) if softmax.sink_logits is None else softmax.sink_logits
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(k, g, 1, 1), (k, g, tile, 1))
     table = page_table[:, None]
     steps = b * k * tiles
 
     def scalars(size, share, ahead):
-        """One row of an array, whose rows serve `share` grid steps each, for the grid step so far ahead."""
+        """Return the spec of an array's row, one per `share` grid steps, for the grid step `ahead` of this one."""
 
         def index(i, *_):
             return jnp.minimum(i + ahead, steps - 1) // share, 0, 0
@@ -107,7 +107,7 @@ def paged_prefill(
         lists = entries = list_spec = next_list_spec = None
     else:
         lists = jnp.pad(blocks, ((0, 0), (0, 0), (0, padded - m))).reshape(b * k, 1, padded)
-        entries = jnp.pad(jnp.minimum(counts, m).reshape(b * k), (0, 1))  # nothing follows the last grid step
+        entries = jnp.pad(jnp.minimum(counts, m).reshape(b * k), (0, 1))  # no list follows the last grid step
         list_spec, next_list_spec = (scalars(padded, tiles, ahead) for ahead in (0, 1))
     sums = jax.ShapeDtypeStruct((*query.shape[:-1], padded), jnp.float32) if block_lse else None
     mixed, lse = pl.pallas_call(
@@ -158,16 +158,16 @@ def paged_prefill(
 def footprint(
     config: Config, pages: Array, b: int, g: int, n: int, *, listed: int = 0, summed: int = 0
 ) -> ring.Footprint:
-    """Return the memories taken by b rows with g query heads a KV head and page tables of n entries.
+    """Return the memory used by b rows with g query heads a KV head and page tables of n entries.
 
     listed: entries of a list, 0 without lists. summed: entries whose sums are returned, 0 for none.
     """
     k, _, _, e = pages.shape
     listed, summed = listed + -listed % LANES, summed + -summed % LANES
     rows, span = g * config.tile, config.ring.group * pages.shape[2]
-    # starts and counts; twice, for the copy that runs ahead: list and table of this row and of the next
+    # starts and counts; twice, for the prefetch: list and table of this row and of the next
     scalar = 4 * (b + 1 + b * k + 1 + 2 * 2 * (listed + n))
-    # twice: query, output, sinks and block sums; once: what is mixed, and a group's scores, mask and weights
+    # twice: query, output, sinks and block sums; once: the mixed values, and a group's scores, mask and weights
     vector = 4 * rows * (2 * (2 * e + LANES + summed) + 2 * e + 3 * span)
     # a group of 8 bits in the dtype of the query, at most float32
     converted = 4 * span * e if pages.dtype in EIGHT_BITS else 0
@@ -186,10 +186,10 @@ def _kernel(
     table_ref,
     next_table_ref,
     pages_ref,
-    scales_ref,  # None but for a pool in 8 bits
+    scales_ref,  # None unless the pool is in 8 bits
     # outputs
     out_ref,
-    lse_ref,  # None where no block sums are asked for
+    lse_ref,  # None unless block sums are requested
     # scratch
     buffers_ref,
     scale_buffers_ref,  # likewise
@@ -203,7 +203,7 @@ def _kernel(
     joint: bool,
     softmax: Softmax,
 ):
-    """Attend one tile of queries of one row and KV head."""
+    """Compute the attention of one tile of queries of one row and KV head."""
     _, group, s, e = buffers_ref.shape
     _, g, tile, width = query_ref.shape
     window = softmax.window
@@ -213,17 +213,17 @@ def _kernel(
         return starts_ref[index // (num_heads * tiles)] + index % tiles * tile
 
     def first_group(index):
-        """The first group to read: of a list the first, without one that which a window still reaches."""
+        """Return the first group to read: of a list the first, without one the first that is in the window."""
         if window is None or counts_ref is not None:
             return 0
         return jnp.maximum(first_position(index) - window + 1, 0) // (group * s)
 
     def end(index, table_ref):
-        """How far to read, in entries of the list or of the table."""
+        """Return the end of the walk, in entries of the list or of the table."""
         if counts_ref is not None:
             return counts_ref[index // tiles]
         stop = jnp.minimum(first_position(index) + tile, starts_ref[index // (num_heads * tiles)] + chunk)
-        # nothing follows the last grid step
+        # no list follows the last grid step
         return jnp.where(index < pl.num_programs(0), jnp.minimum(pl.cdiv(stop, s), table_ref.shape[2]), 0)
 
     def pages_to_read(index, blocks_ref, table_ref):
@@ -260,33 +260,33 @@ def _kernel(
     )
 
     def read(buffer):
-        """Keys and values of a group.
+        """Return keys and values of a group.
 
-        A value some query must not see may be anything, and 0 * NaN is NaN: it is read as 0. Its key, read as NaN
-        in its place, keeps the fault from hiding from the queries that do see it.
+        A value that some query must not attend to may be anything, and 0 * NaN is NaN: invalid values are read as 0.
+        Their keys are read as NaN, so that queries that do attend to them still return NaN.
         """
         token = buffers_ref[buffer].reshape(group * s, e).astype(query.dtype)
-        if buffers_ref.dtype == jnp.int8:  # which is finite; so are floats of 8 bits, but for what was never copied
+        if buffers_ref.dtype == jnp.int8:  # always finite; so are 8-bit floats, except in uncopied buffers
             return (token, token) if joint else (token[:, :head_dim], token[:, head_dim : 2 * head_dim])
         if joint and e > 2 * head_dim:
             token = jnp.where(lax.broadcasted_iota(jnp.int32, token.shape, 1) < 2 * head_dim, token, 0.0)
-        if joint:  # zeros beside the query stand against the value, and 0 * NaN is NaN
+        if joint:  # the query is padded with zeros for the value, and 0 * NaN is NaN
             return token, jnp.where(_is_finite(token), token, 0.0)
         key, value = token[:, :head_dim], token[:, head_dim : 2 * head_dim]
         is_finite = _is_finite(value)
         return jnp.where(is_finite, key, jnp.nan), jnp.where(is_finite, value, 0.0)
 
     def scales(buffer, row):
-        """The scales "1 tokens" of a group's keys, row 0, or of its values."""
+        """Return the scales "1 tokens" of a group's keys, row 0, or of its values, row 1."""
         return jnp.concatenate([scale_buffers_ref[buffer, j, pl.ds(row, 1), :] for j in range(group)], axis=1)
 
-    # how far each query stands from the first token of the sequence, less the token's place in its group
+    # the position of each query in the sequence, less the token's place in its group
     rows = (g, tile, group * s)
     ahead = lax.broadcasted_iota(jnp.int32, rows, 1) - lax.broadcasted_iota(jnp.int32, rows, 2)
     ahead = ahead.reshape(g * tile, group * s) + first_position(index)
 
     def origin(i):
-        """Where a group's tokens stand, less their places in the group: one number, or with lists "1 tokens"."""
+        """Return the positions of a group's tokens, less their places in it: one number, or with lists "1 tokens"."""
         entry = (first_group(index) + i) * group
         if blocks_ref is None:
             return entry * s
@@ -304,7 +304,7 @@ def _kernel(
         scores = dot(query, key, (((1,), (1,)), ((), ()))) * softmax.scale
         if scales_ref is not None:  # 8 bits are exact in bfloat16: scores and weights are scaled, not the tokens
             key_scale, value_scale = scales(buffer, 0), scales(buffer, 1)
-            scores *= jnp.where(_is_finite(value_scale), key_scale, jnp.nan)  # a faulty value shows in its scale
+            scores *= jnp.where(_is_finite(value_scale), key_scale, jnp.nan)  # an invalid value makes its scale NaN
         scores = softmax.capped(scores)
         behind = ahead - origin(i)
         seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
@@ -333,8 +333,8 @@ def _kernel(
 def _store_sums(lse_ref, entry, scores, page_size):
     """Store the log-sum-exps of a group's blocks at list positions from `entry` on, along the lanes.
 
-    Each is taken against its own block's maximum: far below the others it is exact still. Scores are cut at whole
-    lanes; of those that hold several blocks, one after the other is let through a mask.
+    Each is relative to its own block's maximum, so that a small sum is exact too. Scores are cut at full
+    lanes; blocks that share a lane group are selected by a mask, one after the other.
     """
     chunk = pl.ds(pl.multiple_of(entry // LANES * LANES, LANES), LANES)
     _, g, tile, _ = lse_ref.shape

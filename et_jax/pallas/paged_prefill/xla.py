@@ -1,8 +1,8 @@
 """`paged_prefill` without Pallas: an online softmax over fixed groups of list entries.
 
-Dense attention lists every block, and its loop runs from the first group a window still reaches to the last one any
-query needs. Lists that are given are walked one after the other, each to its own end: work is their sum. Groups begin
-at fixed multiples of their size, and one that a row does not see changes no bit of that row: before its first token
+Dense attention lists every block, and its loop runs from the first group in a window to the last one that any
+query needs. Given lists are walked one after the other, each to its own end, so the work is their sum. Groups begin
+at fixed multiples of their size, and a group invisible to a row changes no bit of that row: before its first token
 everything stays 0, after its last the old sums are scaled by exactly 1 and exactly 0 is added.
 """
 
@@ -21,12 +21,12 @@ from et_jax.types import replace
 
 # Measured on x86-64 with two cores, chunks of 64 to 512 queries.
 GROUP_TOKENS = 256
-NEVER = jnp.iinfo(jnp.int32).max  # the position of a token that is not listed: no query stands so far
+NEVER = jnp.iinfo(jnp.int32).max  # the position of an unlisted token, beyond every query
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How the keys are walked. group: list entries a step of the loop reads."""
+    """How the keys are walked. group: list entries per loop step."""
 
     group: int
 
@@ -59,7 +59,7 @@ def paged_prefill(
     kv_scales: Float[Array, "k p 2 s"] | None = None,
     config: Config | None = None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Return what `api.paged_prefill` documents, None where no block sums are asked for."""
+    """Return what `api.paged_prefill` documents, with None for block sums that are not requested."""
     b, t, h, d = q.shape
     k, p, s, _ = pages.shape
     x, g, n = b * k, h // k, page_table.shape[1]
@@ -86,20 +86,20 @@ def paged_prefill(
     entry, offset = jnp.arange(group, dtype=jnp.int32), jnp.arange(s, dtype=jnp.int32)
 
     def listed_tokens(step):
-        """Pool rows of a group's pages, and the positions of their tokens."""
+        """Return the pool rows of a group's pages, and the positions of their tokens."""
         ids = lax.dynamic_slice_in_dim(blocks, step * group, group, axis=2)
         listed = step * group + entry < jnp.minimum(counts, m)[..., None]
         place = jnp.where(listed[..., None], ids[..., None] * s + offset, NEVER).reshape(b, k, 1, span)
         return lax.optimization_barrier((page_rows(page_table, jnp.where(listed, ids, 0), p), place))
 
     def read(rows):
-        """Keys and values of a group, a term "x t" that is NaN for a value that is not finite, and scales "x t".
+        """Return keys and values of a group, a term "x t" that is NaN for a value that is not finite, and scales "x t".
 
-        A value some query must not see may be anything, and 0 * NaN is NaN: it is read as 0. The term,
-        added to the scores, keeps the fault from hiding from the queries that do see it. The scales, of a pool in 8
-        bits, multiply scores and weights, for 8 bits are exact in bfloat16; a fault is in them alone.
+        A value that some query must not attend to may be anything, and 0 * NaN is NaN: invalid values are read as 0.
+        The term is added to the scores, so that queries that do attend to them still return NaN. The scales, of a pool
+        in 8 bits, multiply scores and weights, because 8 bits are exact in bfloat16; only scales can be invalid.
         """
-        # whole tokens: a gather of some columns makes XLA copy the pool on TPU
+        # entire tokens: a gather of some columns makes XLA copy the pool on TPU
         token = tokens(pages, rows, 0, pages.shape[-1]).astype(dtype)
         key, value = token[..., :d], token[..., d : 2 * d]
         if kv_scales is None:
@@ -136,7 +136,7 @@ def paged_prefill(
         update = jnp.einsum("xqt,xtd->xqd", weights.astype(dtype), value, preferred_element_type=jnp.float32)
         return new_maximum, total, mixed * decay[..., None] + update, lse
 
-    # a sink is one more logit that mixes nothing in: the softmax starts from it
+    # a sink is one more logit without a value: the initial state of the softmax
     if softmax.sink_logits is None:
         maximum = jnp.full((x, g * t), -jnp.inf, jnp.float32)
         total = jnp.zeros((x, g * t), jnp.float32)
@@ -169,7 +169,7 @@ def _list_by_list(
     kv_scales: Float[Array, "k p 2 s"] | None,
     config: Config | None,
 ) -> tuple[Float[Array, "b t h d"], Float[Array, "b t h m"] | None]:
-    """Walk the list of each row and KV head alone, the pool seen as that of one head."""
+    """Walk the list of each row and KV head separately, with the pool viewed as that of one head."""
     (b, t, h, d), (k, p, s, e) = q.shape, pages.shape
     g, pool, sinks = h // k, pages.reshape(1, k * p, s, e), softmax.sink_logits
     scales = None if kv_scales is None else kv_scales.reshape(1, k * p, 2, s)
@@ -198,7 +198,7 @@ def _list_by_list(
 
 
 def _block_lse(scores: Float[Array, "x q t"], num_blocks: int) -> Float[Array, "x q m"]:
-    """Return the log-sum-exp of each block, against its own maximum: far below the others it is exact still."""
+    """Return the log-sum-exp of each block, relative to its own maximum, so that a small sum is exact too."""
     scores = scores.reshape(*scores.shape[:2], num_blocks, -1)
     maximum = finite(jnp.max(scores, axis=-1))
     return maximum + jnp.log(jnp.sum(jnp.exp(scores - maximum[..., None]), axis=-1))

@@ -1,4 +1,4 @@
-"""One function of a row and KV head run for all of them: a single GPU kernel where it fits in one."""
+"""Runs a function of one row and KV head for all of them: as a single GPU kernel if it fits in one."""
 
 from et_jax.pallas.per_head.api import fits as fits
 from et_jax.pallas.per_head.api import per_head as per_head

@@ -14,14 +14,14 @@ from et_jax.pallas.per_head.inputs import PerRow, Placed, gathered, is_input, si
 
 
 def per_head(function: Callable[..., Any], *inputs: Any, by_kernel: bool | None = None) -> Any:
-    """Return the outputs of a function of one row and KV head, for every row and head: "b k" in front of each.
+    """Return the outputs of a function of one row and KV head, for every row and head, with leading axes "b k".
 
-    inputs: trees whose leaves are `PerRow`, `PerHead`, `PerQuery`, `Pages` or `Listed`, one `PerQuery` at the least.
-    by_kernel: whether GPU kernels run it (`per_head.gpu`), None where it is traced for a GPU; else `vmap` does.
+    inputs: trees whose leaves are `PerRow`, `PerHead`, `PerQuery`, `Pages` or `Listed`, with at least one `PerQuery`.
+    by_kernel: whether GPU kernels run it (`per_head.gpu`), None if it is traced for a GPU; else `vmap` does.
 
-    The function receives the same trees of arrays. It may return `Placed` arrays, which come back in their order. It
-    must treat all query heads alike. Kernels repeat the last of them up to a power of two: for a function that adds up
-    over another number of them there is none. It runs by `vmap`, with a warning that says so.
+    The function receives the same trees of arrays. It may return `Placed` arrays, which are returned in order. It
+    must treat all query heads alike. Kernels repeat the last query head up to a power of two, so a function that sums
+    over another number of them has no kernel. It runs by `vmap`, with a warning.
     """
     if platform() == "gpu" if by_kernel is None else by_kernel:
         try:
@@ -45,7 +45,7 @@ def by_vmap(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
 
 
 def fits(page_size: int, width: int) -> bool:
-    """Return whether a kernel has registers for a page of tokens of this width, and sizes like theirs."""
+    """Return whether a page of tokens of this width fits in a kernel's registers, and both are powers of two."""
     return all(size & (size - 1) == 0 for size in (page_size, width)) and page_size * width <= MOST_NUMBERS
 
 
@@ -58,10 +58,10 @@ def per_head_into(
     depth: int = 1,
     interpret: bool = False,
 ) -> Any:
-    """Return pools "k p *x" with what a function of one row and KV head returns at the row's page, by a GPU kernel.
+    """Return pools "k p *x" in which a GPU kernel has stored the function's results at each row's page.
 
-    The function returns a tree of arrays "*x", like that of the pools. Rows that are to write nothing have page 0, the
-    null page, which may hold anything. Where two others have the same page, either is written. `turn` and `depth` are
+    The function returns a tree of arrays "*x", like that of the pools. Rows that store nothing have page 0, the
+    null page, which may contain anything. If two rows have the same page, either is stored. `turn` and `depth` are
     as in `Pages`.
     """
     return kernel("per_head", "gpu", "into_pools")(function, pools, page, turn, depth, inputs, interpret)

@@ -1,4 +1,4 @@
-"""A traced function as one flat list of operations of which a GPU kernel has nearly all, and which of them it lacks."""
+"""A traced function as one flat list of operations that a GPU kernel mostly supports, and which ones it lacks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ from jax import lax
 from jax.extend import core
 from jaxtyping import Array
 
-# Operations of a Pallas kernel by Triton, on arrays whose sizes are powers of two. Of the others none is known to work:
-# `sort`, `gather`, `slice`, `pad`; products of matrices need sixteen rows.
+# Operations of a Pallas kernel by Triton, on arrays whose sizes are powers of two. No other is known to work:
+# `sort`, `gather`, `slice`, `pad`; products of matrices require sixteen rows.
 _OPERATIONS = """
     abs add and argmax argmin bitcast_convert_type broadcast_in_dim ceil clamp convert_element_type cos cumsum
     div eq exp exp2 expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not
@@ -18,16 +18,16 @@ _OPERATIONS = """
     shift_right_arithmetic shift_right_logical sign sin sqrt square squeeze sub tanh transpose while xor
 """
 IN_KERNELS = frozenset(_OPERATIONS.split())
-KERNEL = "triton"  # the platform that kernels tell the code
+KERNEL = "triton"  # the platform that `platform_dependent` sees in a kernel
 MOST_NUMBERS = 2**15  # of an array in a kernel: 128 kB of a multiprocessor's 256 kB of registers
 
 
 def flat(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
-    """Return a function of arrays that does the same, with all that is called within it written out where it is called.
+    """Return an equivalent function of arrays with all inner calls inlined.
 
-    Where the code asks for the platform it is told this one. Barriers, which order what XLA fuses, are gone, and what
-    kernels lack is done by what they have: `any` and `all` by greatest and least, products of small matrices by sums,
-    rounding by adding and taking away.
+    Code that branches on the platform takes the branch of `platform`. Barriers, which restrict XLA's fusion, are
+    removed, and operations that kernels lack are replaced: `any` and `all` by maximum and minimum, products of small
+    matrices by sums, rounding by an addition and a subtraction.
     """
 
     def run(*args: Array) -> Any:
@@ -39,7 +39,7 @@ def flat(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
 
 
 def _evaluated(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], platform: str) -> list[Any]:
-    """The outputs of a jaxpr, operation by operation."""
+    """Return the outputs of a jaxpr, evaluated operation by operation."""
     known: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(var: Any) -> Any:
@@ -78,7 +78,7 @@ def _operation(eqn: Any, values: list[Any], platform: str) -> Sequence[Any]:
 
 
 def _is_small(params: dict[str, Any], x: Any, y: Any) -> bool:
-    """Whether a product is of two matrices whose single products are few enough for a kernel to add up."""
+    """Return whether a product is of two matrices small enough for a kernel to sum it elementwise."""
     (_, of_batch), sizes = params["dimension_numbers"], (x.ndim, y.ndim)
     return not of_batch[0] and sizes == (2, 2) and x.size * y.size <= MOST_NUMBERS * _contracted(params, x)
 
@@ -88,7 +88,7 @@ def _contracted(params: dict[str, Any], x: Any) -> int:
 
 
 def _products(params: dict[str, Any], x: Any, y: Any) -> Any:
-    """The product of two matrices, in float32."""
+    """Return the product of two matrices, in float32."""
     ((of_x,), (of_y,)), _ = params["dimension_numbers"]
     shape = x.shape[1 - of_x], y.shape[1 - of_y], x.shape[of_x]
     x = lax.broadcast_in_dim(lax.transpose(x.astype(jnp.float32), (1 - of_x, of_x)), shape, (0, 2))
@@ -98,13 +98,13 @@ def _products(params: dict[str, Any], x: Any, y: Any) -> Any:
 
 
 def _rounded(x: Any) -> Any:
-    """The nearest whole numbers, the even of two: float32 has none between them from 2^22 on, which the sum passes."""
+    """Return the nearest integers, ties to even: above 2^22 float32 has only integers, and the sum exceeds that."""
     far = lax.full_like(x, 1.5 * 2**23)
     return lax.select(lax.abs(x) < lax.full_like(x, 2**22), (x + far) - far, x)
 
 
 def _loop(params: dict[str, Any], values: list[Any], platform: str) -> Sequence[Any]:
-    """A loop whose condition and body are flat too."""
+    """Return a loop whose condition and body are flat too."""
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_cond, of_body, carry = values[:first], values[first:second], values[second:]
 
@@ -120,7 +120,7 @@ def _loop(params: dict[str, Any], values: list[Any], platform: str) -> Sequence[
 
 
 def operations(jaxpr: Any) -> list[Any]:
-    """Return the operations of a jaxpr and of the loops within it."""
+    """Return the operations of a jaxpr and of its inner loops."""
     loops = [
         eqn.params[part].jaxpr for eqn in jaxpr.eqns for part in ("cond_jaxpr", "body_jaxpr") if part in eqn.params
     ]

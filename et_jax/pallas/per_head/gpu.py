@@ -1,9 +1,9 @@
 """`per_head` on a GPU: a Pallas kernel by Triton, one program for each row and KV head.
 
-The function is traced for one row and head, and its operations are cut into stages. Those that a kernel has are one
-kernel: on arrays that its registers hold, and on larger ones, such as one with a number for every block and channel,
-that are added up (`pieces`). The rest, such as sorts, runs by XLA for all rows and heads. Where kernels come before and
-after XLA, the second works out again what the first had, rather than read it.
+The function is traced for one row and head, and its operations are split into stages. Supported operations form one
+kernel: on arrays that fit in registers, and on larger ones, such as one with a number for every block and channel,
+that are summed in pieces (`pieces`). XLA runs the rest, such as sorts, for all rows and heads. If kernels run before
+and after XLA, the second recomputes the results of the first instead of reading them.
 """
 
 import math
@@ -22,14 +22,14 @@ from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuer
 from et_jax.pallas.per_head.pieces import evaluated, is_large, results, variables
 from et_jax.pallas.per_head.traced import OVER_ALL, Function, needed, power_of_two, traced_for, why_not
 
-WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array to a warp
-OVER_BLOCKS = (*OVER_ALL, "reduce_max", "reduce_min", "while")  # what XLA does not fuse with what follows
+WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array per warp
+OVER_BLOCKS = (*OVER_ALL, "reduce_max", "reduce_min", "while")  # operations that XLA does not fuse with later ones
 
 
 def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret: bool = False) -> Any:
-    """Return what `api.per_head` documents. `interpret` runs the kernels by XLA, for tests.
+    """Return the outputs as `api.per_head` documents. `interpret` runs the kernels by XLA, for tests.
 
-    Raises NotImplementedError where the function adds up over query heads whose number is no power of two.
+    Raises NotImplementedError if the function sums over query heads whose number is not a power of two.
     """
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     _, _, group = sizes_of(leaves)
@@ -43,22 +43,22 @@ def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret:
 
 
 def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
-    """The outputs for all rows and heads: by turns of XLA and a kernel, each with all that it can do."""
+    """Return the outputs for all rows and heads: XLA and kernels alternate, each running all operations it can."""
     eqns = traced.eqns
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     kernel = [reason is None for reason in traced.reasons]
-    waited: list[bool] = []  # of every operation: a kernel does it, and XLA is to have its result and not do it anew
+    waited: list[bool] = []  # per operation: a kernel runs it, and XLA reads its result instead of recomputing it
     turn: list[int] = []
     for i, eqn in enumerate(eqns):
         before = [maker[var] for var in variables(eqn) if var in maker]
         waited.append(kernel[i] and (eqn.primitive.name in OVER_BLOCKS or any(waited[j] for j in before)))
         turn.append(max((turn[j] + (waited[j] and not kernel[i]) for j in before), default=0))
 
-    loaded: dict[Any, Input] = dict(zip(traced.jaxpr.invars, leaves, strict=True))  # a kernel begins with these
-    stored: dict[Any, Input] = {}  # by a kernel, for XLA: another works it out again
+    loaded: dict[Any, Input] = dict(zip(traced.jaxpr.invars, leaves, strict=True))  # what a kernel may load
+    stored: dict[Any, Input] = {}  # by a kernel, for XLA: another kernel recomputes it
     places = {var: place for var, place in traced.outputs if place is not None}
     by_query = {var for (var, _), axis in zip(traced.outputs, traced.axes, strict=True) if axis == 0}
-    end = {}  # the turn of every output, which has its places by then
+    end = {}  # the stage of every output, by which its places are known
     for var, place in traced.outputs:
         end[var] = max((turn[maker[one]] for one in (var, place) if one in maker), default=0)
     for now in range(max(turn, default=0) + 1):
@@ -85,7 +85,7 @@ def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
 
 
 def _evaluated(eqns: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
-    """The values of all variables after these operations."""
+    """Return the values of all variables after these operations."""
     known = dict(known)
     for eqn in eqns:
         known |= results(eqn, known)
@@ -93,7 +93,7 @@ def _evaluated(eqns: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _by_xla(eqns: list[Any], given: dict[Any, Input], exports: list[Any], leaves: list[Input]) -> dict[Any, Input]:
-    """What XLA makes of these operations for all rows and heads."""
+    """Return the results of these operations by XLA for all rows and heads."""
     batch, heads, _ = sizes_of(leaves)
     over_heads = [None if isinstance(leaf, PerRow) else 0 for leaf in given.values()]
 
@@ -109,7 +109,7 @@ def _by_xla(eqns: list[Any], given: dict[Any, Input], exports: list[Any], leaves
 
 
 def _padded(array: Array, var: Any, leaf: Input) -> Array:
-    """An array with its last query head repeated up to what the function is traced for."""
+    """Return an array with its last query head repeated up to the number that the function is traced for."""
     if not isinstance(leaf, PerQuery | Listed):
         return array
     widths = [(0, 0)] * array.ndim
@@ -126,12 +126,12 @@ def _by_kernel(
     leaves: list[Input],
     interpret: bool,
 ) -> dict[Any, Input]:
-    """What one kernel makes of these operations, a program a row and head; some of it at places that are another.
+    """Return the results of these operations by one kernel, a program per row and head; `Placed` ones are permuted.
 
     Exports that are `by_query` begin with an axis of query heads, and are stored without the repeated ones.
     """
     batch, heads, group = sizes_of(leaves)
-    # the truths of a jaxpr are numbers in memory
+    # booleans of a jaxpr are integers in memory
     dtypes = [jnp.int32 if var.aval.dtype == bool else var.aval.dtype for var in exports]
 
     def store(known: dict[Any, Array], row: Any, head: Any, refs: Sequence[Any]) -> None:
@@ -159,12 +159,12 @@ def into_pools(
     inputs: tuple[Any, ...],
     interpret: bool,
 ) -> Any:
-    """Return what `api.per_head_into` documents. Raises NotImplementedError for what does not fit in one kernel."""
+    """Return the pools as `api.per_head_into` documents. Raises NotImplementedError if one kernel does not suffice."""
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     traced = traced_for(function, tree, leaves)
     refused = [eqn.primitive.name for eqn in traced.jaxpr.eqns if why_not(eqn) is not None]
     if refused:
-        raise NotImplementedError(f"what is written to pages by a kernel has no {refused[0]}, or not of this size")
+        raise NotImplementedError(f"a kernel that stores to pages has no {refused[0]}, or not of this size")
     arrays, of_pools = jax.tree.flatten(pools)
     at = [page] if turn is None else [page, turn]
     outputs: list[Any] = [var for var, _ in traced.outputs]
@@ -191,9 +191,9 @@ def _launched(
     more: Sequence[Array] = (),
     pools: Sequence[Array] = (),
 ) -> list[Array]:
-    """One kernel of these operations, `store` receives references to `more`, to the `pools` and to the outputs.
+    """Launch one kernel of these operations; `store` receives references to `more`, to the `pools` and to the outputs.
 
-    Outputs take the place of `pools`.
+    Outputs alias `pools`.
     """
     arrays, tree = jax.tree.flatten(list(given.values()))
 
@@ -219,7 +219,7 @@ def _launched(
 
 
 def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...], axis: int = 0, first: Any = 0) -> Array:
-    """What an input, whose arrays are references, has for one row and head, of an axis from the place `first` on."""
+    """Return an input, whose arrays are references, for one row and head, from the place `first` of an axis on."""
     row, head = at
     index = _index(shape, axis, first)
     match leaf:
@@ -246,11 +246,11 @@ def _load(leaf: Any, at: tuple[Any, Any], shape: tuple[int, ...], axis: int = 0,
 
 
 def _first_page(pool: Any, turn: Any, depth: int) -> Any:
-    """The first page of the layer at a turn of a pool that `depth` layers share. Both are references."""
+    """Return the first page of a layer in a pool that `depth` layers share. Both are references."""
     return 0 if turn is None else turn[0] * (pool.shape[1] // depth)
 
 
 def _index(shape: tuple[int, ...], axis: int = 0, first: Any = 0) -> tuple[Int[Array, "..."], ...]:
-    """The index of every entry of an array, of an axis from the place `first` on."""
+    """Return the index of every entry of an array, from the place `first` of an axis on."""
     places = (jax.lax.broadcasted_iota(jnp.int32, shape, each) for each in range(len(shape)))
     return tuple(place + first if each == axis else place for each, place in enumerate(places))

@@ -1,4 +1,4 @@
-"""Where the arrays of a function of one row and KV head come from, and which of its outputs are permutations."""
+"""The origin of the arrays of a function of one row and KV head, and which of its outputs are permutations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +11,23 @@ from et_jax.types import pytree, static
 
 @pytree
 class PerRow:
-    """An array of every row, the same for all heads. The function receives "*x"."""
+    """An array per row, the same for all heads. The function receives "*x"."""
 
     array: Shaped[Array, "b *x"]
 
 
 @pytree
 class PerHead:
-    """An array of every row and KV head. The function receives "*x"."""
+    """An array per row and KV head. The function receives "*x"."""
 
     array: Shaped[Array, "b k *x"]
 
 
 @pytree
 class PerQuery:
-    """An array of every row and query head, by KV head. The function receives "g *x".
+    """An array per row and query head, by KV head. The function receives "g *x".
 
-    Where all rows have the same, the array has one row, or a row for every layer and `layer` is the number of this one.
+    If all rows share it, the array has one row, or one row per layer, and `layer` is the layer's number.
     """
 
     array: Shaped[Array, "b k g *x"]
@@ -36,10 +36,10 @@ class PerQuery:
 
 @pytree
 class Pages:
-    """Entries of a pool with an entry for each KV head and page. The function receives "*i *x", those of its row.
+    """Entries of a pool with one entry per KV head and page. The function receives "*i *x", those of its row.
 
-    `columns` says which of the last axis of the pool it receives, from the first of two to before the second; None is
-    all of them. Of a pool that `depth` layers share equally, `page` numbers the pages of the layer `turn`.
+    `columns` selects a half-open range of the last axis; None is
+    all of it. For a pool shared equally by `depth` layers, `page` numbers the pages of the layer `turn`.
     """
 
     pool: Shaped[Array, "k p *x"]
@@ -56,7 +56,7 @@ class Pages:
 
 @pytree
 class Listed:
-    """Entries of a list of every row and query head. The function receives "g n", those at the places of its head."""
+    """Entries of a list per row and query head. The function receives "g n", those at the places of its head."""
 
     array: Shaped[Array, "b k g m"]
     place: Int[Array, "b k n"]
@@ -64,7 +64,7 @@ class Listed:
 
 @pytree
 class Placed:
-    """An output of the function that is a permutation: `array` with each value at its place, all of them different."""
+    """A permuted output of the function: `array` with the place of each value, all places different."""
 
     array: Shaped[Array, "*b n"]
     place: Int[Array, "*b n"]
@@ -74,12 +74,12 @@ Input = PerRow | PerHead | PerQuery | Pages | Listed
 
 
 def is_input(x: Any) -> bool:
-    """Return whether a node of a tree is one of the arrays with their origin."""
+    """Return whether a node of a tree is one of the input classes."""
     return isinstance(x, Input)
 
 
 def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
-    """Return how many rows, KV heads and query heads of each there are, of those 1 where no input has any."""
+    """Return the numbers of rows, KV heads and query heads per KV head, 1 if no input has that axis."""
     batch = max(
         len(leaf.page if isinstance(leaf, Pages) else leaf.array)
         for leaf in leaves
@@ -94,7 +94,7 @@ def sizes_of(leaves: Sequence[Input]) -> tuple[int, int, int]:
 
 
 def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
-    """Return the array that an input stands for, with an axis of rows and, but for `PerRow`, one of heads in front."""
+    """Return the array of an input, with an axis of rows and, except for `PerRow`, one of heads in front."""
     if isinstance(leaf, Pages):
         return _of_pool(leaf)
     if isinstance(leaf, Listed):
@@ -106,10 +106,10 @@ def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
 
 
 def _of_pool(leaf: Pages) -> Shaped[Array, "b k *x"]:
-    """The entries of all rows.
+    """Return the entries of all rows.
 
-    Every axis of the pool from the third on but the last is indexed: a window over heads or tokens makes XLA lay pages
-    out anew on a TPU.
+    Every axis of the pool from the third on but the last is indexed: a slice over heads or tokens makes XLA copy the
+    pages into another layout on a TPU.
     """
     pool, columns = leaf.pool, slice(*leaf.columns or (None,))
     page = leaf.page if leaf.turn is None else leaf.page + leaf.turn[0] * (pool.shape[1] // leaf.depth)

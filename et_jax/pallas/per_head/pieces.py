@@ -1,6 +1,6 @@
-"""Arrays with more numbers than registers hold, which a kernel adds up piece after piece.
+"""Arrays larger than the registers, which a kernel sums in pieces.
 
-No such array is ever whole: what a loop adds up, it works out from a piece of every operand.
+Such an array never exists entirely: a loop computes each of its pieces from pieces of the operands.
 """
 
 import math
@@ -14,28 +14,28 @@ from jaxtyping import Array, Int, Shaped
 
 from et_jax.pallas.per_head.flat import IN_KERNELS, MOST_NUMBERS
 
-# Operations that do not work number by number.
+# Operations that are not elementwise.
 _SHAPED = """
     argmax argmin broadcast_in_dim cumsum iota reduce_max reduce_min reduce_sum reshape squeeze transpose while
 """
 NUMBER_BY_NUMBER = IN_KERNELS - frozenset(_SHAPED.split())
 
 Load = Callable[[Any, int, Int[Array, ""], int], Array]
-"""Load the piece of an input of a kernel: the variable, an axis, its first place there, and how many there are."""
+"""Loads a piece of a kernel's input: the variable, an axis, its first index there, and its length."""
 
 
 def is_large(var: Any) -> bool:
-    """Return whether registers do not hold a variable."""
+    """Return whether a variable does not fit in registers."""
     return math.prod(var.aval.shape) > MOST_NUMBERS
 
 
 def variables(eqn: Any) -> list[Any]:
-    """Return the inputs of an operation that are no literals."""
+    """Return the inputs of an operation that are not literals."""
     return [atom for atom in eqn.invars if not isinstance(atom, core.Literal)]
 
 
 def in_pieces(eqns: list[Any], outputs: Iterable[Any]) -> set[int]:
-    """Return the numbers of the operations that a kernel can run on pieces: sums, and what large arrays they add up."""
+    """Return the indices of the operations that a kernel can run on pieces: sums, and the large arrays they sum."""
     outputs, found = set(outputs), {i for i, eqn in enumerate(eqns) if _adds_up(eqn) or _makes_piece(eqn)}
     users: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
@@ -49,19 +49,19 @@ def in_pieces(eqns: list[Any], outputs: Iterable[Any]) -> set[int]:
 
 
 def _makes_piece(eqn: Any) -> bool:
-    """Whether an operation makes a large array of which a piece comes from pieces of its operands."""
+    """Return whether an operation makes a large array piecewise from pieces of its operands."""
     return is_large(eqn.outvars[0]) and eqn.primitive.name in (*NUMBER_BY_NUMBER, "broadcast_in_dim")
 
 
 def _adds_up(eqn: Any) -> bool:
-    """Whether an operation is a sum over a large array, or over the products that a product of matrices adds up."""
+    """Return whether an operation is a sum over a large array, or a product of matrices that sums one."""
     summed, axis = _summed(eqn)
     by_one = math.prod(summed) // summed[axis] if summed else MOST_NUMBERS + 1
     return by_one <= MOST_NUMBERS < math.prod(summed) and not is_large(eqn.outvars[0])
 
 
 def _summed(eqn: Any) -> tuple[tuple[int, ...], int]:
-    """The shape that an operation adds up, and the axis of its pieces; no shape where it adds up nothing."""
+    """Return the shape that an operation sums, and the axis of its pieces; no shape if it is not a sum."""
     if eqn.primitive.name == "reduce_sum":
         shape = eqn.invars[0].aval.shape
         return shape, max(range(len(shape)), key=shape.__getitem__, default=0)
@@ -73,11 +73,11 @@ def _summed(eqn: Any) -> tuple[tuple[int, ...], int]:
 
 
 def evaluated(eqns: list[Any], known: dict[Any, Array], load: Load) -> dict[Any, Array]:
-    """Return the values of all variables that are not large, after these operations. `load` loads large inputs."""
+    """Return the values of all variables that fit in registers, after these operations. `load` loads large inputs."""
     known, makers = dict(known), {}
 
     def piece(atom: Any, axis: int, i: Int[Array, ""], m: int) -> Array:
-        """The i-th piece of m places of an axis, or the array where it has one place there."""
+        """Return the i-th piece of m entries along an axis, or the array if its size there is 1."""
         if isinstance(atom, core.Literal):
             return atom.val
         shape = atom.aval.shape
@@ -136,14 +136,14 @@ def evaluated(eqns: list[Any], known: dict[Any, Array], load: Load) -> dict[Any,
 
 
 def results(eqn: Any, known: dict[Any, Array]) -> dict[Any, Array]:
-    """Return the values of the variables that an operation makes."""
+    """Return the values of the variables that an operation defines."""
     values = [atom.val if isinstance(atom, core.Literal) else known[atom] for atom in eqn.invars]
     found = eqn.primitive.bind(*values, **eqn.params)
     return dict(zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True))
 
 
 def _cut(x: Shaped[Array, "..."], axis: int, i: Int[Array, ""], m: int) -> Shaped[Array, "..."]:
-    """The i-th piece of an array in registers: kernels have no slices."""
+    """Return the i-th piece of an array in registers, where kernels cannot slice."""
     if x.dtype == bool:
         return _cut(x.astype(jnp.int32), axis, i, m) != 0
     split = x.reshape(*x.shape[:axis], -1, m, *x.shape[axis + 1 :])

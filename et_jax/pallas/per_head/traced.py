@@ -1,4 +1,4 @@
-"""A function traced for one row and KV head, and which of its operations a GPU kernel runs."""
+"""A function traced for one row and KV head, and which of its operations run in a GPU kernel."""
 
 import dataclasses
 import math
@@ -14,15 +14,15 @@ from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuer
 from et_jax.pallas.per_head.pieces import in_pieces, variables
 
 OVER_ALL = ("argmax", "argmin", "cumsum", "dot_general", "reduce_prod", "reduce_sum", "sort")  # repeats change these
-MARKED = 11  # query heads of the trace that shows which axes are theirs
+MARKED = 11  # query heads of a second trace, which shows the axes of query heads
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of one row and head, its inputs in their order.
+    """A function of one row and head, with its inputs in order.
 
-    jaxpr: flat, without constants. outputs: each output's variable and that of its places, None where it is in order.
-    axes: the axis of the query heads of each output, None where it has none. tree: that of the outputs.
+    jaxpr: flat, without constants. outputs: each output's variable and that of its places, None if it is not permuted.
+    axes: the axis of the query heads of each output, None without one. tree: that of the outputs.
     """
 
     jaxpr: Any
@@ -32,21 +32,21 @@ class Function:
 
     @property
     def eqns(self) -> list[Any]:
-        """The operations that the outputs need. A selector uses little of what it sees."""
+        """The operations that the outputs depend on. Selectors use few of their inputs."""
         made = {var for eqn in self.jaxpr.eqns for var in eqn.outvars}
         return needed(self.jaxpr.eqns, [var for pair in self.outputs for var in pair if var in made])[0]
 
     @property
     def reasons(self) -> list[str | None]:
-        """Why no kernel runs each of `eqns`, None where one does."""
+        """The reason why each of `eqns` cannot run in a kernel, None if it can."""
         pieces = in_pieces(self.eqns, (var for pair in self.outputs for var in pair if var is not None))
         return [None if i in pieces else why_not(eqn) for i, eqn in enumerate(self.eqns)]
 
 
 def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the names of the operations of a function that XLA runs on a GPU, by the reason why no kernel does.
+    """Return the names of a function's operations that XLA runs on a GPU, by the reason why a kernel cannot.
 
-    Raises NotImplementedError where no kernel runs any of it.
+    Raises NotImplementedError if no kernel runs any of them.
     """
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     found: dict[str, set[str]] = {}
@@ -58,12 +58,12 @@ def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[s
 
 
 def power_of_two(size: int) -> int:
-    """Return the least power of two that is no less."""
+    """Return the least power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> Function:
-    """Return a function as it is run for these inputs."""
+    """Return a function as traced for these inputs."""
     _, _, group = sizes_of(leaves)
 
     def of_leaves(*arrays: Array) -> Any:
@@ -84,7 +84,7 @@ def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> 
 
 
 def _shape(leaf: Input, group: int) -> jax.ShapeDtypeStruct:
-    """What a function receives of an input, with so many query heads."""
+    """Return the shape of an input as the function receives it, with `group` query heads."""
     match leaf:
         case Pages(pool=pool, page=page):
             shape = (*page.shape[1:], *pool.shape[2:-1], leaf.width) if pool.ndim > 2 else page.shape[1:]
@@ -100,14 +100,14 @@ def _shape(leaf: Input, group: int) -> jax.ShapeDtypeStruct:
 
 
 def _axis_of_queries(output: Any, marked: Any) -> int | None:
-    """Which axis of an output is of query heads: the one whose size is another where their number is."""
+    """Return the axis of an output that counts query heads: the one whose size differs between the two traces."""
     if isinstance(output, Placed):
         return None
     return next((i for i, (one, two) in enumerate(zip(output.shape, marked.shape, strict=True)) if one != two), None)
 
 
 def _refuse_sums(jaxpr: Any, group: int) -> None:
-    """Raise NotImplementedError for an operation over the marked query heads that repeating one of them changes."""
+    """Raise NotImplementedError for an operation over the marked query heads that a repeated head would change."""
     for eqn in operations(jaxpr):
         name, params = eqn.primitive.name, eqn.params
         shape = eqn.invars[0].aval.shape if eqn.invars else ()
@@ -116,32 +116,32 @@ def _refuse_sums(jaxpr: Any, group: int) -> None:
             over = params["dimension_numbers"][0][0]
         if name in OVER_ALL and any(shape[axis] == MARKED for axis in np.atleast_1d(np.asarray(over, int))):
             raise NotImplementedError(
-                f"{name} over the {group} query heads of a KV head has no kernel: {group} is no power of two"
+                f"{name} over the {group} query heads of a KV head has no kernel: {group} is not a power of two"
             )
 
 
 def _without_constants(closed: Any) -> Any:
-    """The jaxpr of a closed one that has captured no array but numbers."""
+    """Return the jaxpr of a closed one whose constants are all scalars."""
     if any(np.ndim(one) for one in closed.consts):
-        raise NotImplementedError("a function that captures an array has no kernel: pass the array as a number of it")
+        raise NotImplementedError("a function that captures an array has no kernel: make the array a field of a value")
     return closed.jaxpr
 
 
 def why_not(eqn: Any) -> str | None:
-    """Return why no kernel runs an operation, None where one does. Arrays of kernels lie in registers."""
+    """Return why an operation cannot run in a kernel, None if it can. Arrays of kernels must fit in registers."""
     inner = operations(eqn.params["body_jaxpr"].jaxpr) if eqn.primitive.name == "while" else []
     shapes = [var.aval.shape for one in (eqn, *inner) for var in (*variables(one), *one.outvars)]
     if not all(one.primitive.name in IN_KERNELS for one in (eqn, *inner)):
         return "kernels have no such operation"
     if not all(size == power_of_two(size) for shape in shapes for size in shape):
-        return "kernels have arrays of powers of two alone"
+        return "kernels support only arrays of powers of two"
     if max(map(math.prod, shapes)) > MOST_NUMBERS:
-        return f"kernels have arrays of at most {MOST_NUMBERS:,} numbers"
+        return f"kernels support arrays of at most {MOST_NUMBERS:,} numbers"
     return None
 
 
 def needed(eqns: list[Any], exports: list[Any], given: Container[Any] = ()) -> tuple[list[Any], list[Any]]:
-    """Return the operations that make `exports`, in order, and the values of `given` that they begin with."""
+    """Return the operations that compute `exports`, in order, and the values of `given` that they use."""
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     wanted, found, begin = list(exports), set(), {}
     while wanted:

@@ -1,3 +1,3 @@
-"""Rotary positions of queries and keys, and keys and values stored in their pages, by one kernel."""
+"""Rotary embedding of queries and keys, and the store of keys and values into their pages, in one kernel."""
 
 from et_jax.pallas.rotate_store.api import rotate_store as rotate_store

@@ -1,4 +1,4 @@
-"""Rotary positions, and new keys and values stored in their pages: the one door, which picks a backend."""
+"""Rotary embedding, and the store of new keys and values into their pages; picks a backend."""
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -24,20 +24,21 @@ def rotate_store(
     columns: int,
     backend: str = "gpu",
 ) -> tuple[Float[Array, "n k c d"], Float[Array, "k p s e"]]:
-    """Return the queries of b rows, rotated, and the pages with one new token of each row.
+    """Return the rotated queries of b rows, and the pages with one new token of each row.
 
     All three products are first rounded to the dtype of the pages. Of queries and keys, channel i < r is paired with
-    channel i + r, and channels from 2r on stay as they are:
+    channel i + r, and channels from 2r on are unchanged:
 
-        x_i cosine_i - x_(i+r) sine_i,  x_(i+r) cosine_i + x_i sine_i               worked out in float32
+        x_i cosine_i - x_(i+r) sine_i,  x_(i+r) cosine_i + x_i sine_i               computed in float32
 
-    The result has `columns` queries of each KV head: its h / k, then zeros. What it has of rows past b may be anything.
+    The result has `columns` queries of each KV head: its h / k, then zeros. Rows past b are undefined.
 
-    table: a row's token stands at position `start` of the pages that its table lists. A row whose `count` is 0 stores
+    table: a row's token is at position `start` of the pages that its table lists. A row whose `count` is 0 stores
         nothing.
     turn: the pool is shared equally by `depth` layers, and the table numbers the pages of this one.
 
-    XLA takes a launch for the queries and one for the pages. A row's bits depend on that row alone.
+    Without the kernel XLA launches one program for the queries and one for the pages. A row's bits depend only on that
+    row.
     """
     with jax.named_scope(f"rotate_store/{backend}"):
         run = BACKENDS[backend]

@@ -1,4 +1,4 @@
-"""`rotate_store` for NVIDIA GPUs, by Triton: a program takes one KV head of one row, and its queries."""
+"""`rotate_store` for NVIDIA GPUs, by Triton: one program per row and KV head, with the head's queries."""
 
 from typing import Any
 

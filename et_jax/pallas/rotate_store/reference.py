@@ -1,4 +1,4 @@
-"""What `rotate_store` means, in plain jax.numpy: for reading, not for speed."""
+"""The definition of `rotate_store`, in plain jax.numpy: for reading, not for speed."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

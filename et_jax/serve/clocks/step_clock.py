@@ -163,7 +163,7 @@ class StepClock:
         signals, size = output.signals, self._config.page_size
         produced, drafted, accepted, length, pages = (
             np.asarray(x)[:ran, 0]
-            for x in (output.produced, output.drafted, output.accepted, signals.length, signals.pages_held)
+            for x in (output.produced, output.drafted, output.accepted, signals.length, signals.allocated_pages)
         )
         served = produced.any(axis=1)
         if not served.all():
@@ -228,4 +228,4 @@ def told(
     own = fit.times.alike(sequences, batch if drafting.pruned is not None else sequences)
     first, *others = drafting.laws
     before = dataclasses.replace(own, drafted=0.0, drafted_cached=0.0)
-    return first.told(own, worth, context, past), *(law.told(before, worth, context, past) for law in others)
+    return first.fitted(own, worth, context, past), *(law.fitted(before, worth, context, past) for law in others)

@@ -134,7 +134,7 @@ def read_sizes(config: DecoderConfig) -> ReadSizes:
         weights=weight_bytes(model, config.weights_dtype, config.quantize),
         token=plant.all_kv_heads * token_bytes(model.head_dim, config.cache_dtype),
         layers=model.num_layers,
-        together=all(plant.reads_together(softmax, chosen=chosen) for softmax, chosen in layers),
+        together=all(plant.reads_together(softmax, selected=chosen) for softmax, chosen in layers),
     )
 
 

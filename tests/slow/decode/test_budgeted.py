@@ -28,7 +28,7 @@ def made(budget, **changes):
     return decoder(configuration(**sizes | changes, controller=Controller(budget=budget)))
 
 
-def noted(state):
+def recorded(state):
     assert state.control.prompt is not None
     return state.control.prompt
 
@@ -100,14 +100,14 @@ def test_a_prompt_is_read_as_the_paper_has_it(law, length):
     for layer in range(THREE.num_layers):
         for got, expected in zip(cached(d, state, 0, layer), wanted[layer], strict=True):
             np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)
-    notes = noted(state)
+    records = recorded(state)
     segments = -(-(length - 1) // CHUNK)
     held = sum(-(-min((s + 1) * CHUNK, length - 1) // PAGE) for s in range(segments))
-    assert notes.blocks_held[0] == held * THREE.num_layers * THREE.num_kv_heads
-    assert float(notes.blocks_read[0]) == num_read < 0.9 * float(notes.blocks_held[0])
-    assert notes.mass is not None and notes.num_probes is not None
-    assert notes.num_probes[0] == len(masses)
-    assert float(notes.mass[0].sum() / notes.num_probes[0]) == pytest.approx(np.mean(masses), rel=1e-4)
+    assert records.blocks_held[0] == held * THREE.num_layers * THREE.num_kv_heads
+    assert float(records.blocks_read[0]) == num_read < 0.9 * float(records.blocks_held[0])
+    assert records.mass is not None and records.num_probes is not None
+    assert records.num_probes[0] == len(masses)
+    assert float(records.mass[0].sum() / records.num_probes[0]) == pytest.approx(np.mean(masses), rel=1e-4)
     assert np.mean(masses) < 0.99
 
 
@@ -118,7 +118,7 @@ def test_layers_with_a_window_read_all_of_it():
     own, before = CHUNK // PAGE, [s * CHUNK // PAGE for s in range(6)]
     sparse = sum(min(2, n) + own for n in before[:-1]) + before[-1] + own
     held = sum(n + own for n in before)
-    assert noted(state).blocks_read[0] == THREE.num_kv_heads * (2 * held + sparse)
+    assert recorded(state).blocks_read[0] == THREE.num_kv_heads * (2 * held + sparse)
 
 
 @pytest.mark.parametrize(

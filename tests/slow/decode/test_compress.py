@@ -158,7 +158,7 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
     shift = len(text) - int(state.num_cached[1])
     assert shift == at[-1] - room_of(d) and int(state.table.num_blocks[1]) == -(-(len(text) - shift) // PAGE)
     signals, blocks = state.signals, int(state.table.num_blocks[1])
-    assert int(signals.pages_held[1]) == blocks and int(signals.length[1]) == len(text)
+    assert int(signals.allocated_pages[1]) == blocks and int(signals.length[1]) == len(text)
     if model == "plain":  # heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets
         new = blocks - room_of(d) // PAGE
         assert int(signals.blocks_read[1]) == MODEL.num_layers * MODEL.num_kv_heads * (BUDGET // PAGE + new)

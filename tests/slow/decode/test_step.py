@@ -107,7 +107,7 @@ def test_the_signals_are_those_of_the_dense_logits():
         assert signals.generated.tolist() == list(range(1, 13)) and signals.remaining.tolist() == list(
             range(11, -1, -1)
         )
-        assert signals.pages_held.tolist() == (at // PAGE + 1).tolist()
+        assert signals.allocated_pages.tolist() == (at // PAGE + 1).tolist()
         np.testing.assert_array_equal(signals.kept_mass, 1)
         np.testing.assert_array_equal(rows[slot].temperature, np.float32(temperature))
         np.testing.assert_allclose(rows[slot].total_cost, np.cumsum(signals.cost), rtol=1e-5)

@@ -117,8 +117,8 @@ def tiled(q, k, v):  # query heads shared out in turn, not in groups
 
 
 UNCALLABLE = "cannot be called as module(tokens, positions) on integers [batch, length] (TypeError"
-ANOTHER = "has an attention of another kind; the decoder serves softmax"
-IN_PARTS = "gives other logits for a text that is read in parts"
+ANOTHER = "uses another kind of attention; the decoder supports softmax"
+IN_PARTS = "returns other logits for a sequence processed in parts"
 REFUSED = {
     "no attention": (no_attention, "has no part with an attention_fn; have its attention layers call"),
     "uncalled": (lambda: called_as(lambda self, t, p: self.head(self.embed(t))), "does not call the attention_fn"),
@@ -129,7 +129,7 @@ REFUSED = {
     "one size": (lambda: then(lambda _, x: x[:, :1] * jnp.ones((1, 8, 1))), "returns [1, 8, 61] for tokens of [1, 96]"),
     "one axis": (lambda: then(lambda _, x: x[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: then(lambda _, x: (x,)), "returns tuple for tokens"),
-    "NaN": (with_nan, "returns logits that are no numbers; look for NaN in its weights"),
+    "NaN": (with_nan, "returns logits that are not numbers; look for NaN in its weights"),
     "statistics": (
         lambda: then(
             lambda self, x: self.normal(x, use_running_average=False),
@@ -141,14 +141,14 @@ REFUSED = {
         lambda: called_as(looks_elsewhere, other=another_attention(4), read=nnx.Param(jnp.ones((2, 5, WIDTH)))),
         "calls attention_fn with queries [2, 8, 4, 8], keys [2, 5, 4, 8] and values [2, 5",
     ),
-    "cache": (with_cache, "keeps a cache of its own; make it with decode=False"),
+    "cache": (with_cache, "has its own cache; make it with decode=False"),
     "half": (
         lambda: Plain(VOCABULARY, dtype=jnp.float16, rngs=nnx.Rngs(0)),
-        "has keys in float16; the decoder serves float32 and bfloat16",
+        "has keys in float16; the decoder supports float32 and bfloat16",
     ),
     "unlike heads": (lambda: called_as(of_unlike_heads, other=another_attention(2)), "has layers with different heads"),
-    "unhashable": (lambda: grouped(names={"a": {1, 2}}), "holds an attribute that cannot be hashed"),
-    "bias": (lambda: called_as(biased), "puts a bias on the scores of its attention; the decoder serves softmax"),
+    "unhashable": (lambda: grouped(names={"a": {1, 2}}), "has an attribute that cannot be hashed"),
+    "bias": (lambda: called_as(biased), "puts a bias on the scores of its attention; the decoder supports softmax"),
     "window": (
         lambda: grouped(
             functools.partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=(LENGTH - 10, 0))

@@ -115,7 +115,7 @@ def test_a_run_that_was_cut_off_anywhere_is_read_up_to_there(file):
     for size in near - {len(data) + 1}:
         file.write_bytes(data[:size])
         if size < header - 1:  # a line is there with its last brace
-            with pytest.raises(UsageError, match=r"is empty or holds no whole line; write it anew with --trace\.$"):
+            with pytest.raises(UsageError, match=r"is empty or holds no complete line; write it again with --trace\.$"):
                 read_trace(file)
             continue
         there = [line for line, after in zip(of_lines, lengths, strict=True) if size >= after - 1]
@@ -157,7 +157,7 @@ def test_what_is_no_trace_is_refused_in_one_sentence(file, lines, said):
     with pytest.raises(UsageError) as refused:
         read_trace(file)
     sentence = str(refused.value).replace(str(file), "FILE")
-    assert said in sentence and sentence.endswith("write it anew with --trace.")
+    assert said in sentence and sentence.endswith("write it again with --trace.")
 
 
 def test_a_folder_is_no_trace(tmp_path):

@@ -88,7 +88,7 @@ class Broken(Law):
         return claim(self, self._spoil(state, number - 64), "mine", jnp.where(number < 64, number, 0))
 
     def __call__(self, signals, state):
-        return self._spoil(state, jnp.where(signals.generated == 3, state.notes["mine"], 0))
+        return self._spoil(state, jnp.where(signals.generated == 3, state.records["mine"], 0))
 
     def _spoil(self, state, chosen):
         for number, (field, bad) in enumerate(BAD, 1):

@@ -9,7 +9,7 @@ import pytest
 
 from et_jax.control.base import ControlState, Signals, as_value, updated
 
-WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "pages_held"}
+WHOLE = {"blocks_read", "summaries_read", "length", "generated", "remaining", "arrival", "allocated_pages"}
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def state():
         numbers = dict.fromkeys(zeros, 0.0) | {"temperature": 1.0, "surprisal_cap": np.inf} | fields
         kinds = dict.fromkeys(numbers, jnp.float32) | {"wait": jnp.int32}
         arrays = {name: jnp.broadcast_to(jnp.asarray(x, kinds[name]), shape) for name, x in numbers.items()}
-        start = ControlState(**arrays, block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32), notes={})
+        start = ControlState(**arrays, block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32), records={})
         return start if law is None else law.init(start)
 
     return build

@@ -13,12 +13,12 @@ from et_jax.control.base import (
     Law,
     Signals,
     chain,
-    noted,
     one_like,
     pack_blocks,
     started,
     unpack_blocks,
     updated,
+    with_record,
 )
 from et_jax.control.clock import FallClock, RecordClock
 from et_jax.control.guards import Saturation
@@ -74,8 +74,11 @@ def three(signals: Signals, state: ControlState) -> ControlState:
         (three, "The law three sets temperature to float32[3]; it must be float32[]."),
         (lambda signals, state: replace(state, wait=signals.entropy), "sets wait to float32[]; it must be int32[]."),
         (lambda signals, state: replace(state, tolerance="much"), "sets tolerance to str; it must be float32[]."),
-        (lambda signals, state: signals.entropy, "must return the ControlState it is given, with fields changed"),
-        (lambda signals, state: noted(state, "mine", signals.entropy), "leaves notes of {['mine'] float32[]} where {}"),
+        (lambda signals, state: signals.entropy, "must return the ControlState it received, with fields changed"),
+        (
+            lambda signals, state: with_record(state, "mine", signals.entropy),
+            "leaves records of {['mine'] float32[]}, wanted {}",
+        ),
     ],
 )
 def test_a_law_that_returns_another_form_is_refused_by_name(signals, state, law, sentence):
@@ -105,7 +108,7 @@ def test_a_python_number_stands_for_an_array_of_the_fields_dtype(signals, state)
     ],
 )
 def test_a_second_claim_to_a_note_is_refused(state, law):
-    with pytest.raises(ValueError, match="which another law of the chain keeps already; leave one of them out"):
+    with pytest.raises(ValueError, match="which another law of the chain already claims; remove one of them"):
         started(law, state())
 
 

@@ -25,10 +25,10 @@ def length(law, *, entropy: float = 0.0, context: int = 0, **changes) -> int:
     return int(_length(law, state(**changes), jnp.float32(entropy), jnp.int32(context)))
 
 
-def after(law, known, *, drafted: int, accepted: int, served: bool = True, context: int = 0) -> draft.DraftState:
+def after(law, known, *, drafted: int, accepted: int, stepped: bool = True, context: int = 0) -> draft.DraftState:
     """The state after a step."""
     counts = jnp.int32(drafted), jnp.int32(accepted)
-    return _updated(law, known, jnp.bool_(served), *counts, NO_ENTROPY, jnp.int32(context))
+    return _updated(law, known, jnp.bool_(stepped), *counts, NO_ENTROPY, jnp.int32(context))
 
 
 def brought(acceptance: float, length: int) -> float:
@@ -85,7 +85,7 @@ def test_each_token_that_was_tried_moves_the_running_share_once(drafted, accepte
     found = after(FixedLength(), before, drafted=drafted, accepted=accepted)
     assert float(found.acceptance) == pytest.approx(share, rel=1e-5)
     assert int(found.since) == (0 if drafted else 5)
-    unserved = after(FixedLength(), before, drafted=drafted, accepted=accepted, served=False)
+    unserved = after(FixedLength(), before, drafted=drafted, accepted=accepted, stepped=False)
     for name in ("most", "length", "acceptance", "since", "credit"):
         assert np.array_equal(getattr(unserved, name), getattr(before, name)), name
 

@@ -160,7 +160,7 @@ def test_a_clock_beside_another_leaves_it_alone(signals, state, run):
     pair = chain(clock.FallClock(), clock.Beside(clock.RecordClock(), "second_clock"))
     states = run(pair, state(pair), signals(entropy=np.array([3, 1, 2, 0.5], np.float32)))
     np.testing.assert_allclose(states.entropic_time, [0, 2, 2, 3.5])
-    np.testing.assert_allclose(states.notes["second_clock"].entropic_time, [0, 2, 2, 2.5])
+    np.testing.assert_allclose(states.records["second_clock"].entropic_time, [0, 2, 2, 2.5])
 
 
 def test_counting_guards_count_tokens_and_events_and_start_the_law_within(signals, state, run):
@@ -200,19 +200,19 @@ DRIFT = priority.EntropyDrift(0.8, prior_deviation=0.5)
 def test_drift_keeps_the_running_mean_and_variance_of_the_falls(signals, state, run):
     """Of the old distribution and one new point, by their weights."""
     h = np.array([5.0, 3.5, 4.0, 0.5, 0.25])
-    notes = run(DRIFT, state(DRIFT), signals(entropy=h)).notes["entropy_drift"]
+    records = run(DRIFT, state(DRIFT), signals(entropy=h)).records["entropy_drift"]
     means, variances = [0.0], [0.25]
     for fall in -np.diff(h):
         old = means[-1]
         means.append(0.8 * old + 0.2 * fall)
         variances.append(0.8 * (variances[-1] + old**2) + 0.2 * fall**2 - means[-1] ** 2)
-    np.testing.assert_allclose(notes.mean, means, rtol=1e-5)
-    np.testing.assert_allclose(notes.variance, variances, rtol=1e-4)
+    np.testing.assert_allclose(records.mean, means, rtol=1e-5)
+    np.testing.assert_allclose(records.variance, variances, rtol=1e-4)
 
 
 def test_paper_priorities_by_hand(signals, state):
     start = state(DRIFT)  # mean 0, deviation 1/2: E = deviation / sqrt(2 pi)
-    seen = signals(cost=4e6, pages_held=3, urgency=0.25)
+    seen = signals(cost=4e6, allocated_pages=3, urgency=0.25)
     fall = 0.5 / np.sqrt(2 * np.pi)
     linear = priority.LinearPriority(fall=2.0, cost=1e-7, memory=0.01, urgency=3.0)
     np.testing.assert_allclose(linear(seen, start), 2 * fall - 0.4 - 0.03 + 0.75, rtol=1e-5)

@@ -117,7 +117,7 @@ def test_every_number_of_a_name_changes_and_what_rests_on_it_is_worked_out_again
     assert own.log_low == pytest.approx(-1.3863, abs=1e-4)
 
 
-ANOTHER = "which takes another program than the one loaded"
+ANOTHER = "which requires another compiled program than the loaded one"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from et_jax.control import contribution, select
-from et_jax.control.bisect import above_threshold, by_halves, by_parts, ordered
+from et_jax.control.bisect import above_threshold, bisection, ordered, radix_search
 from et_jax.control.bounds import Interval
 from et_jax.control.contribution import influence, relative_influence, token_nll
 from et_jax.control.expected_error import ExpectedError, squared_error
@@ -266,7 +266,7 @@ def cut_by(find):
 
 
 WAYS = [
-    *(cut_by(find) for find in (by_halves, by_parts)),
+    *(cut_by(find) for find in (bisection, radix_search)),
     jax.jit(jax.vmap(lambda score, goal: above_threshold(score, reaching(goal)))),
 ]
 

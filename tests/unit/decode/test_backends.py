@@ -32,7 +32,7 @@ def on(device):
     [
         (H200, 64, 64, BF16, BF16, "gpu", None),
         (H200, 64, 64, BF16, INT8, "gpu", None),
-        (H200, 16, 64, BF16, BF16, "xla", "pages of whole tiles"),
+        (H200, 16, 64, BF16, BF16, "xla", "pages of entire tiles"),
         (H200, 64, 64, F32, F32, "xla", "float32"),
         (H200, 64, 64, F32, INT8, "xla", "float32 queries with int8 pages"),
         (A100, 64, 64, BF16, BF16, "xla", None),
@@ -72,7 +72,7 @@ def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_th
         assert shifted == {"kernels have no such operation": ("pad", "slice")}
         farthest = as_selector(lambda view: jnp.max(view.value_mean[None] - view.query[:, None], axis=(0, 2)) > 0)
         by_size = left_to_xla(MODEL, 64, 3000, frozenset(), farthest)
-        assert "sub" in by_size["kernels have arrays of at most 32,768 numbers"]
+        assert "sub" in by_size["kernels support arrays of at most 32,768 numbers"]
         [(reason, names)] = left_to_xla(NARROW_GROUP, 64, 100, frozenset(), summed).items()
         assert "reduce_sum over the 3 query heads" in reason and names == ("all",)
     assert left_to_xla(MODEL, 64, 100, frozenset(), summed) == {}

@@ -14,10 +14,10 @@ from et_jax.decode import extend
 from et_jax.decode.attention import attended, block_sparse, selection
 from et_jax.decode.attention import blocks as blocks_module
 from et_jax.decode.attention.attended import AttendedMass, attended_mass, in_units_read, with_residual
-from et_jax.decode.attention.block_sparse import SelectedOfLayer
+from et_jax.decode.attention.block_sparse import BlockSparseLayer
 from et_jax.decode.attention.blocks import LayerKind, blocks_of, places_of
-from et_jax.decode.attention.readers import AllOfLayer
-from et_jax.decode.attention.selection import ChosenBlocks
+from et_jax.decode.attention.readers import FullAttentionLayer
+from et_jax.decode.attention.selection import SelectedBlocks
 from et_jax.decode.cache import kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
@@ -90,7 +90,7 @@ def listed(log_mass):
 def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> AttendedMass:
     """The masses after attention over the opened blocks, by an estimate of every block."""
     opened = jnp.asarray(opened)
-    chosen = ChosenBlocks(
+    chosen = SelectedBlocks(
         mask=pack_blocks(opened),
         listed=opened,
         count=jnp.sum(opened, axis=-1),
@@ -171,8 +171,8 @@ def read(reader, softmax: Softmax, depth: int = 1):
     return np.asarray(out), notes, np.where(np.arange(TOKENS) <= np.reshape(start, (-1, 1, 1, 1)), score, -np.inf)
 
 
-def pruned(selector, residual: bool = False) -> SelectedOfLayer:
-    return SelectedOfLayer(
+def pruned(selector, residual: bool = False) -> BlockSparseLayer:
+    return BlockSparseLayer(
         tolerance=jnp.full(ROWS, 0.3),
         fresh=jnp.ones(ROWS, bool),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
@@ -182,7 +182,7 @@ def pruned(selector, residual: bool = False) -> SelectedOfLayer:
         sensitivity=None,
         refresh_every=1,
         residual=residual,
-        noting=None,
+        recorded_rows=None,
         chooses=True,
     )
 
@@ -204,7 +204,7 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(add_residual, "add_residual", partial(add_residual.add_residual, interpret=True))
 
 
-def mixed_rows(selector, **changes) -> SelectedOfLayer:
+def mixed_rows(selector, **changes) -> BlockSparseLayer:
     """A row that chooses, one that is too short for that, and one that reads again what it read last."""
     last = jnp.full((ROWS, MODEL.num_kv_heads, 1), 0b10110, jnp.uint32)
     return replace(pruned(selector), last=last, **changes)
@@ -260,7 +260,12 @@ def test_a_layer_that_rotates_and_stores_by_a_kernel_reads_what_it_reads_by_xla(
     chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=count, end=start + count)
     turn, places = jnp.int32(2), places_of(chunk, size)
     chunk = replace(chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places)
-    given = plant, Softmax(scale=c.head_dim**-0.5), chunk, AllOfLayer(skipped=None, mass=None, noting=None)
+    given = (
+        plant,
+        Softmax(scale=c.head_dim**-0.5),
+        chunk,
+        FullAttentionLayer(skipped=None, mass=None, recorded_rows=None),
+    )
     out, written, _ = extend.attend(*given, rotate(q, *angles), rotate(k, *angles), v, cached, None)
     by_kernel, stored, _ = extend.attend_rotated(*given, (q, k, v, *angles), cached, None)
     np.testing.assert_allclose(by_kernel, out, atol=1e-5)
@@ -272,7 +277,7 @@ def test_a_layer_that_rotates_and_stores_by_a_kernel_reads_what_it_reads_by_xla(
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
     softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=sinks)
-    whole, _, _ = read(AllOfLayer(skipped=None, mass=None, noting=None), softmax)
+    whole, _, _ = read(FullAttentionLayer(skipped=None, mass=None, recorded_rows=None), softmax)
     left_out, made_up = (read(pruned(SinksWindow(1, 2), residual), softmax)[0] for residual in (False, True))
     np.testing.assert_allclose(made_up, whole, atol=1e-5)
     assert np.abs(left_out - whole).max() > 0.05

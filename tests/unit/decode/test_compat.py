@@ -42,43 +42,46 @@ REFUSED = [
     ({"draft_tokens": 8}, "draft_tokens is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft_length": "fixed"}, "draft_length is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft": "lookup", "draft_share": 0.1}, "draft_share is for a model that drafts for itself; set draft to self."),
-    ({"draft": "lookup", "experts": "entropy"}, "draft guesses tokens ahead, and by this rule for experts one token"),
-    ({"expert_share": 0.5}, "expert_share is a number of rules for experts; set experts to mass or entropy."),
-    ({"experts": "mass"}, "A rule for experts is for mixtures of them, and this model is none; leave experts out."),
+    ({"draft": "lookup", "experts": "entropy"}, "draft guesses tokens ahead, and under this rule for experts one tok"),
+    ({"expert_share": 0.5}, "expert_share is a number of expert rules; set experts to mass or entropy."),
+    ({"experts": "mass"}, "A rule for experts requires a mixture of experts, and this model is not one; leave"),
     ({"control": "ead"}, "This control switches between two models; name the other one by small."),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), budget=LAW)}, "This control has a prefill budget and swi"),
     ({**TURNS, "control": Controller(switch=AsPrinted(1.0), selector=ActiveSet(token_nll))}, "This control switches"),
     ({"small": "bundled-small"}, "small is for two models that take turns; set control to ead or ead_guarded."),
     ({"lazy_prefill": True}, "lazy_prefill is for two models that take turns; set control to ead or ead_guarded."),
     ({"audit": True}, "audit is for two models that take turns, and for prompts read in part; set control to ead, "),
-    ({"cache_policy": "latent"}, "cache_policy says what a cache_budget keeps; set that too, to a number of tokens."),
+    (
+        {"cache_policy": "latent"},
+        "cache_policy selects what a cache_budget keeps; set that too, to a number of tokens.",
+    ),
     (
         {"cache_policy": "latent", "cache_budget": named("latent", 36)},
-        "cache_budget is a Compression, which has a poli",
+        "cache_budget is a Compression, which has its own",
     ),
-    ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget forgets what a second model has in the same pages"),
-    ({"cache_budget": 36, **TURNS}, "cache_budget forgets what a second model has in the same pages, and small names"),
-    ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget forgets tokens"),
-    ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget forgets tokens that"),
-    ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control chooses blocks, and the pol"),
+    ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget drops entries of a second model in the same pages"),
+    ({"cache_budget": 36, **TURNS}, "cache_budget drops entries of a second model in the same pages, and small names"),
+    ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget drops tokens"),
+    ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget drops tokens that"),
+    ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
     ({"cache_budget": 36, "cache_policy": "adakv"}, "cache_budget keeps 72 tokens and max_model_len is 64"),
     (
         {"prefill_batch": 64, "control": "entropyinfer"},
-        "prefill_batch is 64, and this control reads segments of 512 to",
+        "prefill_batch is 64, and this control reads full segments of 512 to",
     ),
 ]
 
 
 def test_every_row_refuses_in_one_sentence(monkeypatch):
     unmet = set(compat.TABLE)
-    told = compat.Row.told
+    described = compat.Row.described
 
     def met(row, case, spelled):
         unmet.discard(row)
-        return told(row, case, spelled)
+        return described(row, case, spelled)
 
-    monkeypatch.setattr(compat.Row, "told", met)
+    monkeypatch.setattr(compat.Row, "described", met)
     for settings, sentence in REFUSED:
         with pytest.raises(UsageError) as caught:
             sized(**settings)
@@ -96,7 +99,7 @@ def test_a_control_for_one_call_meets_the_same_table_but_may_leave_idle_what_ser
         ({"draft": "bundled-small"}, preset("ead"), "^draft is for one model"),
         ({"draft": "bundled-small"}, preset("paper"), "^draft guesses"),
         ({"draft": "bundled-small"}, SETS_TOLERANCE, "^draft guesses"),
-        ({"cache_budget": 36}, Controller(selector=Quest(2), refresh_every=2), "^cache_budget forgets tokens"),
+        ({"cache_budget": 36}, Controller(selector=Quest(2), refresh_every=2), "^cache_budget drops tokens"),
     ):
         with pytest.raises(UsageError, match=sentence):
             beside(EngineConfig(**plain | settings), sized(**settings), control, (OTHER,) * ("draft" in settings))

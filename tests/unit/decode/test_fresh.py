@@ -60,7 +60,7 @@ def test_a_law_sets_what_it_says(law):
 
     def run(signals, state):
         after = updated(chain(law), signals, state)
-        fields = [field.name for field in dataclasses.fields(state) if field.name != "notes"]
+        fields = [field.name for field in dataclasses.fields(state) if field.name != "records"]
         changed.update(name for name in fields if getattr(after, name) is not getattr(state, name))
         return after
 

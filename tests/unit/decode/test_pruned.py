@@ -7,7 +7,7 @@ import pytest
 from et_jax.control.base import pack_blocks, unpack_blocks
 from et_jax.control.draft import PastDrafts, StepTimes
 from et_jax.control.draft_speed import RooflineLength
-from et_jax.decode.attention.pruned import Noting, heavy, heavy_blocks, heavy_of, log_shares
+from et_jax.decode.attention.pruned import RecordedRows, heavy, heavy_blocks, heavy_of, log_shares
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 
 BLOCKS = 40
@@ -48,8 +48,10 @@ def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
     masks, held = jnp.zeros((3, 2, 2, 2), jnp.uint32), jnp.full(3 if rows is None else 2, BLOCKS, jnp.int32)
 
     def noted(*asked: bool) -> np.ndarray:
-        noting = Noting(rows=None if rows is None else jnp.asarray(rows), asked=jnp.asarray(asked)[: len(held)])
-        return np.asarray(heavy_of(how, noting, tuple(map(noting.of, layers)), held, masks))
+        recorded_rows = RecordedRows(
+            rows=None if rows is None else jnp.asarray(rows), asked=jnp.asarray(asked)[: len(held)]
+        )
+        return np.asarray(heavy_of(how, recorded_rows, tuple(map(recorded_rows.of, layers)), held, masks))
 
     assert not noted(False, False, False).any()
     for layer, block_lse in enumerate(layers):
@@ -84,5 +86,5 @@ def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, want
     assert bool(begun.wanted) == wants
     assert not drafting.started(jnp.int32(0), drafting.laws, jnp.int32(context)).wanted  # whose request allows none
     [law] = drafting.laws
-    never = law.told(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
+    never = law.fitted(times, 1.02, 0.0, PastDrafts(acceptance=0.0, credit=8.0))
     assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from small_model import NARROW, PAGE, configuration
 
-from et_jax.decode.attention.pruned import NOTHING, Noting, log_shares
-from et_jax.decode.attention.readers import AllOfLayer
-from et_jax.decode.attention.reading import list_blocks, read_all, read_chosen
+from et_jax.decode.attention.pruned import NOTHING, RecordedRows, log_shares
+from et_jax.decode.attention.readers import FullAttentionLayer
+from et_jax.decode.attention.reading import list_blocks, read_all, read_selected
 from et_jax.decode.attention.reads import LayerReads
 from et_jax.decode.chunk import of_rows
 from et_jax.decode.rows import Rows
@@ -64,8 +64,8 @@ def test_rows_of_a_slot_see_every_block_of_their_own(layer, skipped):
 def test_the_mass_is_noted_by_block_where_heads_hold_less():
     softmax, queries, cached, table = arguments(1)
     chunk = chunk_of(table)
-    noting = Noting(rows=jnp.asarray([4, 1, 2], jnp.int32), asked=jnp.ones(3, bool))
-    reader = AllOfLayer(skipped=SKIPPED, mass=None, noting=noting)
+    recorded_rows = RecordedRows(rows=jnp.asarray([4, 1, 2], jnp.int32), asked=jnp.ones(3, bool))
+    reader = FullAttentionLayer(skipped=SKIPPED, mass=None, recorded_rows=recorded_rows)
     _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
     assert isinstance(read, LayerReads) and read.block_lse is not None
     share = np.asarray(log_shares(read.block_lse, NARROW.num_kv_heads))
@@ -89,8 +89,8 @@ def test_rows_of_a_slot_see_the_blocks_they_chose(layer):
     opened &= np.arange(16) < held[:, None, None]
     given = arguments(layer)
     listed = *list_blocks(jnp.asarray(opened)), jnp.asarray(opened)
-    apart = read_chosen(PLANT, *given[:-1], chunk_of(given[-1]), *listed)
-    together = read_chosen(PLANT, *given[:-1], chunk_of(given[-1], AT), *listed)
+    apart = read_selected(PLANT, *given[:-1], chunk_of(given[-1]), *listed)
+    together = read_selected(PLANT, *given[:-1], chunk_of(given[-1], AT), *listed)
     close(together[0], apart[0])
     close(log_sum_exp(together[1]), log_sum_exp(apart[1]))
     dense, _ = read_all(PLANT, *given[:-1], chunk_of(given[-1]))

@@ -43,5 +43,5 @@ def test_scales_of_8_bits_are_split_by_heads_and_what_has_none_by_nothing():
 )
 def test_what_is_not_served_over_a_mesh_is_refused(changes, told):
     configuration(**changes)
-    with pytest.raises(ValueError, match=f"mesh: got one beside {told}, wanted"):
+    with pytest.raises(ValueError, match=f"mesh: got one with {told}, wanted"):
         configuration(mesh=ALONE, **changes)

@@ -62,7 +62,7 @@ def test_what_save_did_not_write_is_refused(tmp_path):
     for name, sentence in {
         "nowhere": "nowhere is not a folder; give one that",
         "file": "file is not a folder",
-        "empty": "empty holds no readable snapshot",
+        "empty": "empty has no readable snapshot",
     }.items():
         with pytest.raises(UsageError, match=sentence):
             snapshots.restore(tmp_path / name, tree())
@@ -103,7 +103,7 @@ def test_a_damaged_snapshot_is_refused(saved, capfd):
     ("leaves", "message"),
     [
         ({"a": np.float32(1), 1: np.float32(2)}, "a dictionary whose keys are of several kinds"),
-        (jnp.ones(3), "A leaf alone is no tree; give it a name"),
+        (jnp.ones(3), "A single leaf is not a tree; give it a name"),
         ({"a": {"b": 3}}, "a/b is of type int; give an array"),
         ({"a": jax.ShapeDtypeStruct((3,), jnp.float32)}, "a is a ShapeDtypeStruct, which has no numbers"),
         ({"a": jax.random.key(0)}, "a is a typed random key; give its numbers"),

@@ -294,7 +294,7 @@ def test_the_embedding_alone_is_put_as_it_is_looked_up_in(tmp_path, monkeypatch)
 def test_of_a_tensor_only_the_rows_of_the_piece_are_read(family):
     found = headers(GOLDEN / family)
     pieces = [piece for source in sources_of(read_config(GOLDEN / family)).values() for piece in source.pieces]
-    assert any(not piece.is_whole for piece in pieces) or family == "mixtral"
+    assert any(not piece.is_full for piece in pieces) or family == "mixtral"
     for piece in pieces:
         read = read_piece(found[piece.tensor], piece)
         assert read.shape == piece.shape_read

@@ -237,7 +237,7 @@ CASES = {
     **{f"the tokenizer backtracks on {regex}": (pattern(regex), "tokenizer.json") for regex in SLOW_EXPRESSIONS},
     "the tokenizer knows more than the model": (
         words(**{f"w{id}": id for id in range(100_000)}),
-        "tokenizer.json knows",
+        "tokenizer.json has 100000 tokens",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "neither tokenizer.json nor tokenizer.model"),
     "a tokenizer in GGUF": (without_tokenizer("tokenizer.model", b"GGUF\3\0\0\0"), "GGUF"),

@@ -73,14 +73,14 @@ def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
         number = layer.of(entries, axis=1)[0].astype(jnp.int32)
         return carried * 2 % 1009 + number, {"number": number, "squares": jnp.stack([number, number**2])}
 
-    carried, told = through(STACKS, alike, run, jnp.int32(1))
+    carried, outputs = through(STACKS, alike, run, jnp.int32(1))
     expected = 1
     for number in range(11):
         expected = expected * 2 % 1009 + number
     assert int(carried) == expected
-    assert any(scanned) == (alike is not None) == any(isinstance(one, Turns) for one in told)
+    assert any(scanned) == (alike is not None) == any(isinstance(one, Turns) for one in outputs)
     numbers = np.arange(11)
-    squares = by_layer(told, lambda one: one["squares"], axis=1)
+    squares = by_layer(outputs, lambda one: one["squares"], axis=1)
     np.testing.assert_array_equal(squares, np.stack([numbers, numbers**2]))
-    in_order = folded(told, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
+    in_order = folded(outputs, lambda sofar, one: sofar * 2 % 1009 + one["number"], jnp.int32(1))
     assert int(in_order) == expected

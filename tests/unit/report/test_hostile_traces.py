@@ -184,7 +184,7 @@ def test_what_is_no_number_is_shown_as_missing(tmp_path: Path) -> None:
     free = by_hand({"cost": 0.0})
     object.__setattr__(free.trace[0], "cost", 0.0)
     assert math.isnan(free.efficiency) and Totals.of([free]).to_dict()["nats_per_byte"] is None
-    assert "unknown nats/MB" in Totals.of([free]).told()
+    assert "unknown nats/MB" in Totals.of([free]).described()
 
 
 def test_markup_is_shown_as_text_and_half_characters_as_marks(tmp_path: Path) -> None:

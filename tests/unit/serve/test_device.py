@@ -32,7 +32,7 @@ def warmed_up(
     ready.set()
     go = ready if go is None else go
     idle = {"prefill": nothing, "insert": lambda *_: state, "release": lambda *_: state, "empty": lambda: state}
-    whole = bound.config.whole._replace(chooses=bound.config.may_choose(bound.config.controller))
+    whole = bound.config.full_variant._replace(chooses=bound.config.may_choose(bound.config.controller))
     programs = {one: Promised(str(one), go=ready) for one in bound.variants}
     programs |= {
         whole._replace(drafts=False): Promised("plain", go=ready),
@@ -93,7 +93,7 @@ LENGTH = configuration().max_length
 def test_what_can_choose_blocks_is_not_made_before_a_sequence_may_be_long_enough(least, draft):
     never = least > LENGTH
     device = warmed_up(draft=draft, controller=preset("certified", min_context=least))
-    whole = device.config.whole
+    whole = device.config.full_variant
     assert num_made(device) == dict.fromkeys(num_made(device), 0) | {"drafting": 1}
     assert ran(device, may_choose=False) == "drafting"  # what is made, for it does the same
     assert ran(device, may_choose=True) == (str(whole) if never else "drafting")

@@ -22,7 +22,7 @@ class Served:
         self.two = Promised("2", **{"kept": False} | settings)
         self.whole.seconds = 2.0
         programs = dict(zip(bound.variants, (self.whole, self.two, self.eight), strict=True))
-        self.few = FewRows(replace(bound, variants=programs), bound.config.whole, platform)
+        self.few = FewRows(replace(bound, variants=programs), bound.config.full_variant, platform)
 
     def burst(self, running: int, seconds: float) -> int:
         """Run one that takes so long, and return its rows."""

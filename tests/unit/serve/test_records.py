@@ -47,7 +47,7 @@ def output() -> StepOutput:
         blank_signals((STEPS, SLOTS)),
         entropy=jnp.float32(number),
         length=jnp.int32(number + 5),
-        pages_held=jnp.int32(-(-(number + 5) // PAGE)),
+        allocated_pages=jnp.int32(-(-(number + 5) // PAGE)),
         blocks_read=jnp.int32(number + 1),
         summaries_read=jnp.int32(number * 0 + 2),
     )

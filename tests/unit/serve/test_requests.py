@@ -122,7 +122,7 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9; it must be at most max_tokens, 8."),
         ({"logit_bias": [1]}, "logit_bias is a list; it must map token ids to numbers."),
         ({"logit_bias": (5, 1.0)}, "logit_bias is a list; it must map token ids to numbers."),
-        ({"logit_bias": {"a": 1}}, 'logit_bias holds "a"; it must be a mapping of token ids, whole numbers.'),
+        ({"logit_bias": {"a": 1}}, 'logit_bias holds "a"; it must be a mapping of token ids, integers.'),
         ({"logit_bias": {3: 2e6}}, "logit_bias[3] is 2000000.0; it must be from -1000000 to 1000000."),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias holds 301 tokens; it may hold 300 at most."),
         ({"bad_words": ["a"] * 33}, "bad_words holds 33 texts; it may hold 32 at most."),

@@ -110,7 +110,7 @@ def test_how_drafts_fared_is_counted_and_forgotten():
 
 
 CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
-WHOLE, PLAIN_ONE = CONFIG.whole, CONFIG.whole._replace(drafts=False)
+WHOLE, PLAIN_ONE = CONFIG.full_variant, CONFIG.full_variant._replace(drafts=False)
 
 
 def output(drafted: int, accepted: int, steps: int) -> StepOutput:
@@ -121,7 +121,7 @@ def output(drafted: int, accepted: int, steps: int) -> StepOutput:
         return np.broadcast_to(np.where(first, value, 0), slots)
 
     made = object.__new__(StepOutput)
-    signals = SimpleNamespace(length=of_first(800), pages_held=of_first(800))
+    signals = SimpleNamespace(length=of_first(800), allocated_pages=of_first(800))
     told = {"produced": of_first(1).astype(bool), "drafted": of_first(drafted), "accepted": of_first(accepted)}
     told |= {"signals": signals, "work": (SimpleNamespace(passes=of_first(1 + drafted)),)}
     vars(made).update(told)

@@ -1,7 +1,7 @@
-"""Slots whose lists are walked in parts: what a softmax has come to between them, and a part walked in lanes.
+"""Split-KV attention of slots whose lists are walked in stages: the softmax state between stages, and the splits.
 
-The groups of a long list are dealt to lanes, each with a softmax of its own, which are put together at the end. So two
-groups are multiplied at a time though one slot alone is walked, and no row waits for one that is longer.
+The groups of a long list are distributed over splits, each with its own softmax state, which are merged at the end. Two
+groups are then multiplied at a time even for a single slot, and no row waits for a longer one.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from jaxtyping import Array, Float, Int
 from et_jax.softmax import finite
 from et_jax.types import pytree
 
-LANES = 2  # measured on x86-64 with two cores
+NUM_SPLITS = 2  # measured on x86-64 with two cores
 
 
 @pytree
 class Running:
-    """What the softmax of each query has come to: its greatest score, the sum below it, and the values mixed."""
+    """The online softmax state of each query: its maximum score, the sum relative to it, and the mixed values."""
 
     maximum: Float[Array, "*b k r g"]
     total: Float[Array, "*b k r g"]
@@ -30,7 +30,7 @@ class Running:
 
 @pytree
 class Slots:
-    """What is walked of slots, and what their softmax came to before."""
+    """The slots to walk, with their softmax state so far."""
 
     query: Float[Array, "*b r h d"]
     page_table: Int[Array, "*b n"]
@@ -42,12 +42,12 @@ class Slots:
 
     @property
     def longest(self) -> Int[Array, "*b"]:
-        """How many entries the longest list of each slot has."""
+        """The length of the longest list of each slot."""
         return jnp.max(self.counts, axis=-1)
 
 
 def begun(shape: tuple[int, ...], sinks: Float[Array, " h"] | None = None) -> Running:
-    """What a softmax starts from: a sink is one more logit, which mixes nothing in."""
+    """Return the initial softmax state: a sink is one more logit without a value."""
     rows = shape[:-1]
     maximum, total = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
     if sinks is not None:
@@ -55,11 +55,11 @@ def begun(shape: tuple[int, ...], sinks: Float[Array, " h"] | None = None) -> Ru
     return Running(maximum=maximum, total=total, mixed=jnp.zeros(shape, jnp.float32))
 
 
-def in_lanes(
+def in_splits(
     walk: Callable[[Slots], tuple[Running, Float[Array, "n k r g m"]]], group: int, slot: Slots
 ) -> tuple[Running, Float[Array, "k r g m"]]:
-    """The softmax of one slot after its lists too, of which the groups are dealt to lanes that are walked together."""
-    (k, m), n = slot.blocks.shape, LANES
+    """Return the softmax state of one slot after its lists, whose groups are distributed over parallel splits."""
+    (k, m), n = slot.blocks.shape, NUM_SPLITS
     padding = -m % (n * group)
 
     def dealt(ids: Int[Array, "k m"]) -> Int[Array, "n k w"]:
@@ -67,14 +67,14 @@ def in_lanes(
         return jnp.moveaxis(ids, 2, 0).reshape(n, k, -1)
 
     last = slot.counts % (n * group) - group * jnp.arange(n, dtype=jnp.int32)[:, None]
-    lanes = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), slot)
+    splits = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), slot)
     found, block_lse = walk(
         dataclasses.replace(
-            lanes,
+            splits,
             blocks=dealt(slot.blocks),
             counts=slot.counts // (n * group) * group + jnp.clip(last, 0, group),
             readers=None if slot.readers is None else dealt(slot.readers),
-            running=begun(lanes.running.mixed.shape),
+            running=begun(splits.running.mixed.shape),
         )
     )
     parts = [slot.running, *(jax.tree.map(lambda x, i=i: x[i], found) for i in range(n))]
