@@ -37,7 +37,7 @@ def test_scales_of_8_bits_are_split_by_heads_and_what_has_none_by_nothing():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"others": (MODEL,), "draft": Drafting(most=3)}, "other models"),
+        ({"others": (MODEL,), "draft": Drafting(most=3, drafter=None)}, "other models"),
         ({"controller": SHARED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget that compares heads"),
     ],
 )
