@@ -48,7 +48,7 @@ def _catch_ignored_signals() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Name the folder of compiled programs for this process and its children, which heed signals as usual."""
     _catch_ignored_signals()
-    if config.option.markexpr == "devices":
+    if config.option.markexpr.startswith("devices"):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         chosen = os.environ.get("ET_JAX_TEST_CACHE") or "~/.cache/et_jax/tests"

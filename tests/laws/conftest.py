@@ -23,7 +23,10 @@ def _compiled_in_a_hurry():
     scope="session",
     params=[
         *(pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CAPABILITIES),
-        *(pytest.param(name, marks=pytest.mark.devices) for name in OVER_DEVICES),
+        *(
+            pytest.param(name, marks=[pytest.mark.devices, *[pytest.mark.slow] * (name in SLOW)])
+            for name in OVER_DEVICES
+        ),
     ],
 )
 def served(request):
