@@ -125,7 +125,7 @@ def put(weights: tuple[ModelWeights, ...], device: Any) -> tuple[ModelWeights, .
 
 def put_like(weights: tuple[ModelWeights, ...], like: tuple[ModelWeights, ...]) -> tuple[ModelWeights, ...]:
     """Return weights where those of `like` are, each array laid out as it is there."""
-    return jax.device_put(weights, jax.tree.map(lambda x: getattr(x, "format"), like))  # noqa: B009 - not declared
+    return put(weights, jax.tree.map(lambda x: x.sharding, like))
 
 
 def dtype_of(weights: ModelWeights) -> np.dtype:

@@ -46,9 +46,9 @@ def test_replicas_take_the_next_devices(hardly_optimised):
 
 @over_devices
 def test_each_device_holds_its_part():
-    alone, four = (tiny(TINY, dtype="float32", tensor_parallel=size)._plan for size in (1, 2))
-    assert alone is not None and four is not None
-    assert four.page == alone.page / 2 and alone.weights / 2 < four.weights < alone.weights / 1.9
+    alone, two = (tiny(TINY, dtype="float32", tensor_parallel=size)._plan for size in (1, 2))
+    assert alone is not None and two is not None
+    assert alone.page / 2 <= two.page < alone.page / 1.99 and alone.weights / 2 < two.weights < alone.weights / 1.9
 
 
 def answers(output):
