@@ -113,7 +113,7 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path, monkeypatch: pytest.
     place = tmp_path / "report.html"
     for odd in ODD:
         first, second, third = sample(3).trace
-        with pytest.raises(UsageError, match="figures that no run has; write its trace anew"):
+        with pytest.raises(UsageError, match="figures that no run has; write its trace again"):
             write_report(replace(sample(3), trace=(first, replace(second, **odd), third)), place)
     assert not place.exists()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
