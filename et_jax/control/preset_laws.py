@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from et_jax.control import clock, guards, priority, select, temperature
+from et_jax.control import clock, guards, priority, select, temperature, temperature_rules
 from et_jax.control import tolerance as tolerances
 from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.budget import EntropyBudget
@@ -18,6 +18,7 @@ from et_jax.control.switch import AsPrinted, Hysteresis
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
 _FLOOR, _REFERENCE = 0.1, 2.0  # nats: the entropies of full certainty and of full uncertainty
+_MOST_TARGETS = 4.0  # the cap of Mirostat, in its targets
 _LOOK_EVERY = 64  # one token in so many uses full attention
 
 
@@ -77,6 +78,17 @@ def entropyinfer(prefill_budget: int) -> Controller:
     return Controller(budget=EntropyBudget(tokens=prefill_budget, segment=segment, dense_until=2 * prefill_budget))
 
 
+def mirostat(target_surprisal: float, mirostat_rate: float) -> Controller:
+    """Return Mirostat's second version, its cap at least the target."""
+    law = temperature.Mirostat2(target_surprisal, mirostat_rate)
+    return Controller(law=guards.Clipped(law, "surprisal_cap", target_surprisal, _MOST_TARGETS * target_surprisal))
+
+
+def dynamic(dynamic_spread: float, dynamic_exponent: float) -> Controller:
+    """Return the temperature that grows with the entropy of the very token."""
+    return Controller(temperature_rule=temperature_rules.Dynamic(dynamic_spread, dynamic_exponent))
+
+
 LAWS: Mapping[str, Callable[..., Controller]] = {
     "off": Controller,
     "paper": paper,
@@ -86,6 +98,8 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
     "ead": ead,
     "ead_guarded": ead_guarded,
     "entropyinfer": entropyinfer,
+    "mirostat": mirostat,
+    "dynamic": dynamic,
 }
 """The function that builds each preset's controller, from its knobs by name."""
 

@@ -211,8 +211,64 @@ class EntropyInfer(Preset):
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mirostat(Preset):
+    """Mirostat's second version: no token is sampled whose surprisal exceeds a cap, which holds a mean surprisal.
+
+    The cap starts at twice `target_surprisal`, by default the authors' 5 bits, and is clipped to one to four times it.
+    """
+
+    name = "mirostat"
+    target_surprisal: float | int = knob(
+        5 * _BIT,
+        Knob(
+            help="the mean surprisal that the cap holds",
+            unit="nats",
+            kind=float,
+            least=math.ulp(0.0),
+            wanted="above 0 nats",
+        ),
+    )
+    mirostat_rate: float | int = knob(
+        0.1, Knob(help="how fast the cap moves", unit="a number", kind=float, least=0.0, wanted="0 or above")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dynamic(Preset):
+    """The dynamic temperature of llama.cpp: it grows with the entropy of the very token.
+
+    It rises from the request's temperature less `dynamic_spread`, for a token of no entropy, to that plus
+    `dynamic_spread`, where all tokens are alike, with the power `dynamic_exponent` of the entropy's share of the
+    greatest possible one.
+    """
+
+    name = "dynamic"
+    dynamic_spread: float | int = knob(
+        0.5,
+        Knob(
+            help="how far the temperature goes from the request's, down and up",
+            unit="a temperature",
+            kind=float,
+            least=0.0,
+            wanted="0 or above",
+        ),
+    )
+    dynamic_exponent: float | int = knob(
+        1.0,
+        Knob(
+            help="the power of the entropy's share of the greatest possible",
+            unit="a number",
+            kind=float,
+            least=math.ulp(0.0),
+            wanted="above 0",
+        ),
+    )
+
+
 PRESETS: dict[str, type[Preset]] = {
-    one.name: one for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer)
+    one.name: one
+    for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer, Mirostat, Dynamic)
 }
 """Every preset by its name."""
 

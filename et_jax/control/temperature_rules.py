@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 from et_jax.control.base import ControlState, MomentsAt, Signals, TemperatureRule, as_value
 from et_jax.types import Number, derived, static, value
 
+_FLAT = 1e9  # a temperature at which all tokens are alike
+
 
 def _set_logs(rule: "Newton | Solve") -> None:
     """Set the bounds of log T."""
@@ -108,6 +110,25 @@ class EDT:
         """Return the temperature for these logits."""
         entropy, _ = moments_at(jnp.float32(1.0))
         return state.temperature * self.base ** (self.theta / jnp.maximum(entropy, jnp.finfo(jnp.float32).tiny))
+
+
+@value
+class Dynamic:
+    """T = low + (high - low) (H / log n)^exponent, from low = max(0, T_0 - spread) to high = T_0 + spread.
+
+    T_0 is `state.temperature`, H the raw entropy of these logits and n the number of tokens that may be sampled. A
+    greedy request stays greedy. Source: the dynamic temperature of llama.cpp, which names spread `dynatemp-range`.
+    """
+
+    spread: Number
+    exponent: Number = 1.0
+
+    def __call__(self, moments_at: MomentsAt, signals: Signals, state: ControlState) -> Float[Array, ""]:
+        """Return the temperature for these logits."""
+        (entropy, _), (greatest, _) = moments_at(jnp.float32(1.0)), moments_at(jnp.float32(_FLAT))
+        share = jnp.clip(entropy / jnp.maximum(greatest, jnp.finfo(jnp.float32).tiny), 0.0, 1.0)
+        low, high = jnp.maximum(0.0, state.temperature - self.spread), state.temperature + self.spread
+        return jnp.where(state.temperature > 0, low + (high - low) * share**self.exponent, 0.0)
 
 
 @value

@@ -47,7 +47,13 @@ def decide(signals, state):
 
 SOLVE = rules.Solve(TARGET, low=LOW, high=HIGH)
 NEWTON = rules.Newton(TARGET, num_steps=2, gain=0.7, least_varentropy=0.5, low=LOW, high=HIGH)
-RULES = [("solve", SOLVE), ("newton", NEWTON), ("cool only", rules.CoolOnly(SOLVE)), ("edt", rules.EDT(1.5))]
+RULES = [
+    ("solve", SOLVE),
+    ("newton", NEWTON),
+    ("cool only", rules.CoolOnly(SOLVE)),
+    ("edt", rules.EDT(1.5)),
+    ("dynamic", rules.Dynamic(0.7, 1.5)),
+]
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,6 +75,8 @@ def test_rules_give_the_temperatures_of_their_definitions(decide, z, base):
         assert moments_of(z, got["solve"])[0] == pytest.approx(TARGET, abs=2e-3)
     assert got["cool only"] == pytest.approx(min(base, got["solve"]), rel=1e-6)
     entropy = moments_of(z, 1.0)[0]
+    low, share = max(0.0, base - 0.7), entropy / np.log(len(z))
+    assert got["dynamic"] == pytest.approx(low + (base + 0.7 - low) * share**1.5, rel=1e-3, abs=1e-5)
     assert got["edt"] == pytest.approx(base * 0.8 ** (1.5 / entropy) if entropy > 0 else 0.0, rel=1e-3, abs=1e-6)
     x = np.log(np.clip(base, LOW, HIGH))
     for _ in range(2):
