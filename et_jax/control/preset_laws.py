@@ -81,7 +81,8 @@ def entropyinfer(prefill_budget: int) -> Controller:
 def mirostat(target_surprisal: float, mirostat_rate: float) -> Controller:
     """Return Mirostat's second version, its cap at least the target."""
     law = temperature.Mirostat2(target_surprisal, mirostat_rate)
-    return Controller(law=guards.Clipped(law, "surprisal_cap", target_surprisal, _MOST_TARGETS * target_surprisal))
+    capped = guards.Clipped(law, "surprisal_cap", target_surprisal, _MOST_TARGETS * target_surprisal)
+    return Controller(law=chain(Controller.law, capped))
 
 
 def dynamic(dynamic_spread: float, dynamic_exponent: float) -> Controller:
