@@ -155,6 +155,8 @@ def _check_paths(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path
     from et_jax.cli.paths import check_paths
+    from et_jax.io.files import expanded
+    from et_jax.models.fingerprint import ADAPTER
     from et_jax.models.local import local_model
 
     def path(name: str) -> Path | None:
@@ -164,7 +166,10 @@ def _check_paths(args: argparse.Namespace) -> None:
     if args.output is not None:
         written["the manifest of --output,"] = manifest_path(Path(args.output))
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
-    check_paths({"--input": path("input")}, written, local_model(args.model))
+    read = {"--input": path("input")}
+    if args.lora is not None:
+        read |= {f"the {name} of --lora,": expanded(args.lora) / name for name in ADAPTER}
+    check_paths(read, written, local_model(args.model))
 
 
 def _run_check(args: argparse.Namespace) -> int:
@@ -350,7 +355,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
     beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
     return {
         "model": args.model,
-        "model_files": fingerprint(resolve(args.model)),
+        "model_files": fingerprint(resolve(args.model), engine.adapter),
         **beside,
         "platform": platform,
         **engine.decisive,
@@ -405,7 +410,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "quantize", "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "lora", "quantize", "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -111,13 +111,19 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the form of the weights."""
+    """Add the flags of what is merged into the weights, and of their form."""
+    add_lora(group)
     group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     group.add_argument(
         "--quantize",
         choices=["int8"],
         help="store matrices in 8 bits, and round what they are multiplied with to 8 bits (default: in --dtype)",
     )
+
+
+def add_lora(parser: argparse._ActionsContainer) -> None:
+    """Add the flag of an adapter."""
+    parser.add_argument("--lora", metavar="FOLDER", help="merge a LoRA adapter, as PEFT saves it, into the weights")
 
 
 def add_calibration(group: argparse._ArgumentGroup) -> None:

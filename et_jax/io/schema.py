@@ -241,6 +241,22 @@ class GgufTokenizerFile(msgspec.Struct):
     eom_token_id: Id | None = None
 
 
+class AdapterFile(msgspec.Struct):
+    """adapter_config.json of PEFT, as far as its numbers and modules go."""
+
+    peft_type: str
+    r: Size
+    lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
+    target_modules: str | list[str]
+    exclude_modules: str | list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, Size] | None = None
+    alpha_pattern: dict[str, Annotated[float, Meta(ge=0, le=1e6)]] | None = None
+    bias: str = "none"
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+
+
 class CalibrationFile(msgspec.Struct):
     """calibration.json."""
 

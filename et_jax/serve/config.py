@@ -25,6 +25,7 @@ from et_jax.decode.drafting.drafts import (
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.io.files import expanded
 from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 from et_jax.scope import platform
@@ -61,6 +62,7 @@ class EngineConfig:
     """
 
     name: str = "bundled"
+    lora: str | Path | None = None
     dtype: str = _decisive(AUTO)
     quantize: str | None = _decisive(None)
     cache_dtype: str = _decisive(AUTO)
@@ -111,7 +113,7 @@ class EngineConfig:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas", "tensor_parallel"):
             checked[name] = _count(name, getattr(self, name))
-        for name in ("draft", "small"):
+        for name in ("lora", "draft", "small"):
             if getattr(self, name) is not None:
                 checked[name] = str(_text(name, getattr(self, name)))
         if self.draft in (LOOKUP_BEFORE, LOOKUP_BEFORE + LOOKUP):
@@ -215,6 +217,11 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
         return None if self.drafter in (LOOKUP, SELF) else self.drafter
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapter that is merged into the model, if one is."""
+        return None if self.lora is None else expanded(self.lora)
 
     @property
     def measures(self) -> bool:

@@ -23,6 +23,7 @@ def load(
     *,
     config: ModuleConfig | None = None,
     tokenizer: Any = None,
+    lora: str | Path | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
     cache_dtype: str = "auto",
@@ -67,6 +68,8 @@ def load(
     with queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does. In its place the
     decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
     that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
+
+    `lora` is the folder of a LoRA adapter, as PEFT saves it, that is merged into the weights as they are read.
 
     `dtype` is "auto", "bfloat16" or "float32", and so is `cache_dtype`, in which keys and values are kept: "auto" is
     what the weights are stored in, and for the cache what they have here. A cache may be kept in 8 bits too, "int8" or

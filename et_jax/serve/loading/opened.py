@@ -17,6 +17,7 @@ from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models import stacks
+from et_jax.models.adapters import read_adapter
 from et_jax.models.calibration import Calibration, equal_heads, keep_calibration, read_calibration
 from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
@@ -75,15 +76,17 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     folder = resolve(settings.name, fit)
     model = read_model(folder)
     check_weights(folder, model)
+    adapter = None if settings.lora is None else read_adapter(settings.lora, model)
     fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
     _check_others(settings, beside, others, model, tokenizer, tell)
     said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others) + _unmeasured(settings)
-    calibration = read_calibration(folder, model) if settings.measures else equal_heads(model)
+    calibration = read_calibration(folder, model, settings.adapter) if settings.measures else equal_heads(model)
     sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
     if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
         calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
-    mesh = sizes(jnp.float32).mesh
-    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked(), mesh=mesh)
+    mesh, added = sizes(jnp.float32).mesh, None if adapter is None else adapter.added
+    how = {"stacked": _stacked(), "mesh": mesh, "added": added}
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, **how)
     dtype = dtype_of(params)
     config = sizes(dtype, calibration=calibration)
     weights = params, *_others(beside, dtype, settings.quantize, tell)
@@ -103,6 +106,8 @@ def opened_module(
         raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
     if settings.quantize is not None:
         raise UsageError(f"quantize is {settings.quantize}; leave it out, for a module's weights are run as they are.")
+    if settings.lora is not None:
+        raise UsageError(f"lora is {settings.lora}; leave it out, for a module brings its weights as they are.")
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
@@ -146,10 +151,11 @@ def _measured(
 ) -> Calibration:
     """What is `known` of a model with its sensitivity to each head, measured here and kept for the next time."""
     began = time.perf_counter()
-    params = calibrating.floats(folder, model, settings.dtype, usable_memory(settings.memory_fraction))
+    memory = usable_memory(settings.memory_fraction)
+    params = calibrating.floats(folder, model, settings.dtype, memory, settings.adapter)
     found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, tell)
     try:
-        kept = f"kept in {keep_calibration(folder, found, facts)}"
+        kept = f"kept in {keep_calibration(folder, found, facts, settings.adapter)}"
     except UsageError as error:
         kept = f"not kept: {error}"
     tell(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {kept}".rstrip(".") + ".")
