@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
     )
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
+    flags.add_prefix(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
     p.add_argument("--system-prompt", help="the system message, with --chat or --input")
     p.add_argument(
@@ -139,8 +140,9 @@ def _check_written(args: argparse.Namespace) -> None:
     for name in ("output", "trace"):
         if getattr(args, name) is not None:
             check_writable(getattr(args, name), grows=True)
-    if args.metrics is not None:
-        check_writable(args.metrics)
+    for name in ("metrics", "save_prefix"):
+        if getattr(args, name) is not None:
+            check_writable(getattr(args, name))
     if args.plot is not None:
         from et_jax.report.plot import check_picture
 
@@ -162,11 +164,16 @@ def _check_paths(args: argparse.Namespace) -> None:
     def path(name: str) -> Path | None:
         return None if getattr(args, name) is None else Path(getattr(args, name))
 
+    if args.prefix is not None:
+        from et_jax.serve.saved_prefix import place_of
+
+        place_of(args.prefix)
     written = {"--output": path("output")}
     if args.output is not None:
         written["the manifest of --output,"] = manifest_path(Path(args.output))
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
-    read = {"--input": path("input")}
+    written["--save-prefix"] = path("save_prefix")
+    read = {"--input": path("input"), "--prefix": path("prefix")}
     if args.lora is not None:
         read |= {f"the {name} of --lora,": expanded(args.lora) / name for name in ADAPTER}
     check_paths(read, written, local_model(args.model))
@@ -213,6 +220,9 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.received)
         model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
+        _load_prefix(args, model)
+        if args.save_prefix is not None:
+            model.save_prefix(ids[0], args.save_prefix)
         signals.hold()
         for event in events:
             signals.said = "interrupted"
@@ -247,6 +257,7 @@ def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
     with Status() as status:
         model = _load(args, _engine(args, 1, _controller(args, platform())), status)
         special = args.allow_special_tokens
+        _load_prefix(args, model)
         chat = Conversation(model, params, args.system_prompt, allow_special_tokens=special)
     return converse(chat, signals)
 
@@ -292,6 +303,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         if summary.done < summary.total:
             model = _load(args, engine, status)
             model.warm_up()
+            _load_prefix(args, model)
             status.clear()
             watch = {} if args.report is None else {"watch": extremes.take}
             run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
@@ -402,6 +414,11 @@ def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") 
         for line in model.describe():
             print(line, file=sys.stderr)
     return model
+
+
+def _load_prefix(args: argparse.Namespace, model: "Model") -> None:
+    if args.prefix is not None:
+        model.load_prefix(args.prefix)
 
 
 def _facts(args: argparse.Namespace) -> dict[str, str]:

@@ -126,6 +126,14 @@ def add_lora(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--lora", metavar="FOLDER", help="merge a LoRA adapter, as PEFT saves it, into the weights")
 
 
+def add_prefix(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of prompts whose cache pages are in a file."""
+    parser.add_argument("--save-prefix", metavar="FILE", help="write the cache pages of --prompt for --prefix")
+    parser.add_argument(
+        "--prefix", metavar="FILE", help="read prompts that begin as a saved one does from its pages on"
+    )
+
+
 def add_calibration(group: argparse._ArgumentGroup) -> None:
     """Add the flag of the model's measurements."""
     group.add_argument(
@@ -214,6 +222,10 @@ def check_combination(args: argparse.Namespace) -> None:
     for name in ("metrics", "report"):
         if args.ray and getattr(args, name) is not None:
             raise UsageError(f"--{name} reports on one process and its output; leave it or --ray out.")
+    if args.save_prefix is not None and args.prompt is None:
+        raise UsageError("--save-prefix is for --prompt, whose pages it writes.")
+    if args.prefix is not None and (args.ray or args.check):
+        raise UsageError(f"--prefix is not for {'--ray' if args.ray else '--check'}; leave it out.")
     if args.interactive:
         for name in ("output", "trace", "plot", "json", "no_stream", "metrics", "report"):
             if getattr(args, name):

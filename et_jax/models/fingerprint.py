@@ -3,13 +3,17 @@
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
 
 from et_jax.io.gguf import is_gguf, parts_of, read_gguf
 
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.jinja", "orbax/**/*")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _PIECES, _PIECE_BYTES = 64, 2**16
+_FEW_BYTES = 2**12  # of a piece of one array among many
 
 
 def fingerprint(model: Path, adapter: Path | None = None) -> str:
@@ -36,6 +40,17 @@ def fingerprint(model: Path, adapter: Path | None = None) -> str:
         return digest.hexdigest()
     files = {file for pattern in PATTERNS for file in model.glob(pattern) if file.is_file()}
     _add_files(digest, model, files)
+    return digest.hexdigest()
+
+
+def weights_fingerprint(weights: Any) -> str:
+    """Return a digest of the weights of a model in memory: of each array its place, shape, dtype and 16 pieces."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        array = np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
+        for begin in np.linspace(0, max(len(array) - _FEW_BYTES, 0), 16).astype(int):
+            digest.update(array[begin : begin + _FEW_BYTES].data)
     return digest.hexdigest()
 
 

@@ -178,6 +178,11 @@ class Device:
             first = np.int32(number * self.config.pages_per_swap)
             self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
 
+    def fill(self, slot: int, num_tokens: int, pages: list[Pages]) -> None:
+        """Give an empty slot so many tokens of a prompt, whose pages `swap_out` copied once."""
+        row = jax.device_get(self.decoder.read_row(self.state, np.int32(slot)))
+        self.swap_in(slot, row | {"length": np.int32(num_tokens)}, pages)
+
     def set_urgency(self, urgency: dict[int, float]) -> None:
         """Set how urgent the sequences in these slots are; those in others are not."""
         values = np.zeros(self.config.num_slots, np.float32)

@@ -122,6 +122,19 @@ class PagePool:
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)
         return self.pages_for(claim.next_tokens) - shared
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether pages of prompts are kept at all."""
+        return self._prefixes is not None
+
+    def kept_of(self, prompt: list[int]) -> list[int]:
+        """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
+        if self._prefixes is None:
+            return []
+        found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size)
+        per_chunk = self._chunk // self._page_size
+        return found[: len(found) // per_chunk * per_chunk]
+
     # What sequences do.
 
     def admit(self, slot: int, prompt: list[int], most: int) -> None:
@@ -141,7 +154,7 @@ class PagePool:
         None, and nothing changed, while the chunk after them is being prefilled for another slot: it is kept soon.
         """
         claim = self._claims[slot]
-        found = self._kept_of(claim.prompt)
+        found = self.kept_of(claim.prompt)
         if self._prefixes is not None:
             end = len(found) * self._page_size + self._chunk
             others = (other.prompt for other in self._claims.values() if other.begun and not other.running)
@@ -260,11 +273,3 @@ class PagePool:
         """The tokens of a prompt that may be shared: not its last, which a step writes, nor others computed anew."""
         fresh = 1 if self._compressing is None else max(1, self._compressing.fresh_tokens)
         return max(len(prompt) - fresh, 0)
-
-    def _kept_of(self, prompt: list[int]) -> list[int]:
-        """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
-        if self._prefixes is None:
-            return []
-        found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size)
-        per_chunk = self._chunk // self._page_size
-        return found[: len(found) // per_chunk * per_chunk]
