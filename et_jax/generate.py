@@ -57,13 +57,16 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
-        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet; see --ray"
+        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines, .parquet or a saved data set; see --ray"
     )
     source.add_argument("--interactive", action="store_true", help="chat on the terminal; /help shows its commands")
     source.add_argument(
         "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
     )
-    p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
+    p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go, .jsonl or .parquet")
+    p.add_argument(
+        "--prompt-column", metavar="NAME", help="the field of --input that holds the prompt; others may stand"
+    )
     flags.add_prefix(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
     p.add_argument("--system-prompt", help="the system message, with --chat or --input")
@@ -135,11 +138,16 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 def _check_written(args: argparse.Namespace) -> None:
     """Find out before any work is done that every file of the command can be written."""
+    from et_jax.batch.table import check_table, is_table, journal_of
     from et_jax.io.files import check_writable
 
-    for name in ("output", "trace"):
-        if getattr(args, name) is not None:
-            check_writable(getattr(args, name), grows=True)
+    rows = args.output
+    if rows is not None and is_table(Path(rows)):
+        check_table(Path(rows))
+        rows = journal_of(Path(rows))
+    for file in (rows, args.trace):
+        if file is not None:
+            check_writable(file, grows=True)
     for name in ("metrics", "save_prefix"):
         if getattr(args, name) is not None:
             check_writable(getattr(args, name))
@@ -156,6 +164,7 @@ def _check_written(args: argparse.Namespace) -> None:
 def _check_paths(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path
+    from et_jax.batch.table import journal_of
     from et_jax.cli.paths import check_paths
     from et_jax.io.files import expanded
     from et_jax.models.fingerprint import ADAPTER
@@ -170,7 +179,10 @@ def _check_paths(args: argparse.Namespace) -> None:
         place_of(args.prefix)
     written = {"--output": path("output")}
     if args.output is not None:
-        written["the manifest of --output,"] = manifest_path(Path(args.output))
+        rows = journal_of(Path(args.output))
+        written["the manifest of --output,"] = manifest_path(rows)
+        if rows != Path(args.output):
+            written["the rows of --output,"] = rows
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
     written["--save-prefix"] = path("save_prefix")
     read = {"--input": path("input"), "--prefix": path("prefix")}
@@ -283,15 +295,18 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.source import spooled
+    from et_jax.batch.table import is_table, journal_of, write_table
+    from et_jax.batch.tasks import read_entries
     from et_jax.report.batch import Extremes, write_batch_report
     from et_jax.report.display import Status
     from et_jax.scope import platform
     from et_jax.serve.metrics import Metrics
 
-    signals.said = _RESUME.format(args.output)
+    table = Path(args.output)
+    source, output = Path(args.input), journal_of(table)
+    signals.said = _RESUME.format(output)
     defaults = _defaults(args)
     engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform()))
-    source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
@@ -299,7 +314,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
-        summary = survey(lines, journal)
+        summary = survey(lines, journal, args.prompt_column)
         if summary.done < summary.total:
             model = _load(args, engine, status)
             model.warm_up()
@@ -307,12 +322,14 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
             status.clear()
             watch = {} if args.report is None else {"watch": extremes.take}
             run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
+        if is_table(table) and summary.done == summary.total:
+            write_table(table, output, read_entries(lines, args.prompt_column))
     print(summary, file=sys.stderr)
     kept = args.report is None or command.tried(
         lambda: write_batch_report(output, Path(args.report), facts=_facts(args), extremes=extremes)
     )
     if summary.done < summary.total:
-        print(_RESUME.format(args.output), file=sys.stderr)
+        print(_RESUME.format(output), file=sys.stderr)
         return signals.code or command.FAILED
     return 0 if kept else command.FAILED
 
@@ -353,6 +370,7 @@ def _defaults(args: argparse.Namespace) -> "Defaults":
         chat=args.chat,
         system_prompt=args.system_prompt,
         allow_special_tokens=args.allow_special_tokens,
+        prompt_column=args.prompt_column,
     )
 
 

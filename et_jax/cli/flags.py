@@ -222,6 +222,8 @@ def check_combination(args: argparse.Namespace) -> None:
     for name in ("metrics", "report"):
         if args.ray and getattr(args, name) is not None:
             raise UsageError(f"--{name} reports on one process and its output; leave it or --ray out.")
+    if args.prompt_column is not None and args.input is None:
+        raise UsageError("--prompt-column is for --input; it names the field that holds the prompt of a line.")
     if args.save_prefix is not None and args.prompt is None:
         raise UsageError("--save-prefix is for --prompt, whose pages it writes.")
     if args.prefix is not None and (args.ray or args.check):

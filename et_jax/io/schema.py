@@ -257,6 +257,18 @@ class AdapterFile(msgspec.Struct):
     layers_pattern: str | list[str] | None = None
 
 
+class PartFile(msgspec.Struct):
+    """A file of a data set."""
+
+    filename: Annotated[str, Meta(min_length=1, max_length=255)]
+
+
+class DatasetFile(msgspec.Struct):
+    """state.json of a data set that was saved to a folder."""
+
+    _data_files: Annotated[list[PartFile], Meta(min_length=1)]
+
+
 class CalibrationFile(msgspec.Struct):
     """calibration.json."""
 
