@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_drafts(draft)
     machine = p.add_argument_group("model and memory")
     flags.add_weights(machine)
+    flags.add_adapters(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     machine.add_argument("--max-model-len", type=int, help="prompt and text together, in tokens")
     machine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default --n; with --input 8)")
@@ -186,8 +187,16 @@ def _check_paths(args: argparse.Namespace) -> None:
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
     written["--save-prefix"] = path("save_prefix")
     read = {"--input": path("input"), "--prefix": path("prefix")}
-    if args.lora is not None:
-        read |= {f"the {name} of --lora,": expanded(args.lora) / name for name in ADAPTER}
+    folders = {
+        "--lora": args.lora,
+        **{f"--adapter {name}": one for name, one in (flags.adapters(args.adapter) or {}).items()},
+    }
+    read |= {
+        f"the {name} of {flag},": expanded(folder) / name
+        for flag, folder in folders.items()
+        if folder
+        for name in ADAPTER
+    }
     check_paths(read, written, local_model(args.model))
 
 
@@ -379,10 +388,12 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
-    from et_jax.models.fingerprint import fingerprint
+    from et_jax.models.fingerprint import adapter_fingerprint, fingerprint
     from et_jax.models.hub import resolve
 
-    beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
+    beside: dict[str, Any] = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
+    if engine.adapters:
+        beside["adapter"] = {name: adapter_fingerprint(folder) for name, folder in engine.adapter_folders.items()}
     return {
         "model": args.model,
         "model_files": fingerprint(resolve(args.model), engine.adapter),
@@ -419,7 +430,7 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
-    given["tell_reads"] = args.report is not None
+    given |= {"tell_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 
 

@@ -31,7 +31,7 @@ _NUMBERS = {
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }
-_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
+_OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
     *("logit_bias", "allowed_token_ids", "bad_words"),
 }
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
@@ -170,6 +170,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         deadline=deadline,
         control=_control(body),
         draft_tokens=body.get("draft_tokens"),
+        adapter=body.get("adapter"),
     )
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 

@@ -10,10 +10,11 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -25,8 +26,11 @@ from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import FLOATS
 from et_jax.models.families.registry import family_of
 from et_jax.models.fingerprint import ADAPTER
+from et_jax.models.params import Params, is_stacked
 from et_jax.models.sources import Piece, Sources
+from et_jax.models.stacks import stacks_of
 from et_jax.models.stored import Stored, headers_of, read_full
+from et_jax.models.weights import Adapted, is_weight
 
 CONFIG, WEIGHTS = ADAPTER
 _SECONDS, _EXPRESSIONS = 5.0, 16  # that an expression for names of modules may take, and how many there may be
@@ -43,6 +47,7 @@ _UNSUPPORTED = {
     "lora_bias": f"biases are not supported; {_TRAIN} lora_bias",
     "fan_in_fan_out": "matrices stored [in, out] are not supported; take an adapter of a model with linear layers",
 }
+_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _HARMLESS = ("use_rslora", "megatron_config", "eva_config")  # of switches and settings of other kinds
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the model's own weights as they are
 
@@ -73,6 +78,15 @@ class Adapter:
         if not any(piece.tensor in self.factors for piece in source.pieces):
             return None
         return source.read(self._piece, np.float32)
+
+    def low_rank(self, leaf: str) -> tuple[Float[np.ndarray, "r i"], Float[np.ndarray, "o r"]] | None:
+        """Return A and `scale` B of what is added to a leaf; None for nothing, or a leaf made of several tensors."""
+        piece, *others = self.sources[leaf].pieces
+        if others or piece.tensor not in self.factors:
+            return None
+        a, b, scale = self.factors[piece.tensor]
+        rows = read_full(b)[slice(*piece.span)]
+        return read_full(a).astype(np.float32), np.float32(scale) * rows.astype(np.float32)
 
     def _piece(self, piece: Piece) -> Float[np.ndarray, "..."]:
         factors = self.factors.get(piece.tensor)
@@ -116,6 +130,57 @@ def read_adapter(folder: str | Path, model: ModelConfig) -> Adapter:
         scale = alphas[name] / (math.sqrt(rank) if file.use_rslora else rank)
         factors[f"{every[name]}.weight"] = Factors(a, b, scale)
     return Adapter(sources=sources, factors=factors)
+
+
+def bytes_beside(adapters: Collection[Adapter]) -> int:
+    """Return the bytes that adapters take beside a model at most: what one changes in a layer, in every layer."""
+    sizes: dict[str, int] = {}  # of one adapter in one layer
+    kinds = [(re.sub(r"\d+", "*", leaf), leaf) for leaf in next(iter(adapters)).sources] if adapters else []
+    for adapter, (kind, leaf) in ((adapter, kind) for adapter in adapters for kind in kinds):
+        factors, shape = adapter.factors.get(adapter.sources[leaf].pieces[0].tensor), adapter.sources[leaf].shape
+        if factors is not None:
+            sizes[kind] = max(sizes.get(kind, 0), factors.a.shape[0] * sum(shape[-2:]))
+    return 4 * (len(adapters) + 1) * sum(sizes.get(kind, 0) for kind, _ in kinds)
+
+
+def beside(params: Params, model: ModelConfig, adapters: Mapping[str, Adapter]) -> Params:
+    """Return the weights of a model with adapters beside its matrices, numbered from 1 in order.
+
+    Raises UsageError for one that changes what is no matrix of attention, feed-forward or head.
+    """
+    stacks = stacks_of(model, is_stacked(params, model))
+    places = {"head": ["head"]}  # the leaves that lie at each place of the weights
+    for stack, offset in ((one, offset) for one in stacks for offset in range(one.period)):
+        numbers = range(stack.first + offset, stack.first + stack.num_layers, stack.period)
+        places |= {
+            f"layers.{stack.place + offset}.{name}": [f"layers.{n}.{name}" for n in numbers] for name in _MATRICES
+        }
+    taken = {leaf for leaves in places.values() for leaf in leaves}
+    for name, adapter in adapters.items():
+        tensors = {piece.tensor for leaf in taken & adapter.sources.keys() for piece in adapter.sources[leaf].pieces}
+        if beyond := sorted(adapter.factors.keys() - tensors):
+            raise UsageError(
+                f"The adapter {name} changes {beyond[0]}, which is of experts; adapters by name change attention, "
+                "feed-forward and head alone: merge it with lora."
+            )
+
+    def with_adapters(path: tuple[Any, ...], weight: Any) -> Any:
+        leaves = places.get(jax.tree_util.keystr(path, simple=True, separator="."), [])
+        pairs = [[one.low_rank(leaf) for one in adapters.values()] for leaf in leaves]
+        rank = max((len(pair[0]) for row in pairs for pair in row if pair is not None), default=0)
+        if rank == 0:
+            return weight
+        outputs, inputs = weight.shape[-2:]
+        a = np.zeros((len(pairs), len(adapters) + 1, rank, inputs), np.float32)
+        b = np.zeros((len(pairs), len(adapters) + 1, outputs, rank), np.float32)
+        for layer, row in enumerate(pairs):
+            for number, pair in enumerate(row, 1):
+                if pair is not None:
+                    a[layer, number, : len(pair[0])], b[layer, number, :, : len(pair[0])] = pair
+        a, b = jax.device_put((a, b) if len(pairs) > 1 else (a[0], b[0]))
+        return Adapted(base=weight, a=a, b=b)
+
+    return jax.tree.map_with_path(with_adapters, params, is_leaf=is_weight)
 
 
 def _check_kind(folder: Path, file: AdapterFile, values: Mapping[str, Any]) -> None:

@@ -43,6 +43,13 @@ def fingerprint(model: Path, adapter: Path | None = None) -> str:
     return digest.hexdigest()
 
 
+def adapter_fingerprint(adapter: Path) -> str:
+    """Return a digest of the files of an adapter."""
+    digest = hashlib.blake2b(digest_size=16)
+    _add_files(digest, adapter, (adapter / name for name in ADAPTER))
+    return digest.hexdigest()
+
+
 def weights_fingerprint(weights: Any) -> str:
     """Return a digest of the weights of a model in memory: of each array its place, shape, dtype and 16 pieces."""
     digest = hashlib.blake2b(digest_size=16)

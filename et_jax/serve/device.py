@@ -190,6 +190,13 @@ class Device:
         # Put where the state is, or it would be another program.
         self.state = replace(self.state, urgency=jax.device_put(values, self._where))
 
+    def set_adapters(self, adapters: dict[int, int]) -> None:
+        """Set the numbers of the adapters of the sequences in these slots; those in others have none."""
+        numbers = np.zeros(self.config.num_slots, np.int32)
+        numbers[list(adapters)] = list(adapters.values())
+        plant = replace(self.state.plants[0], adapter=jax.device_put(numbers, self._where))
+        self.state = self.state.with_plant(0, plant)
+
     # Pages.
 
     def share(self, slot: int, pages: list[int]) -> None:

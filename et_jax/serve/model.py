@@ -376,7 +376,10 @@ class Model:
         Raises UsageError where it cannot be served.
         """
         config = self._configuration(control)
-        return sequences_of(request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name)
+        adapters = tuple(self.settings.adapters or ())
+        return sequences_of(
+            request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name, adapters=adapters
+        )
 
     def _serve(
         self,

@@ -176,7 +176,7 @@ class Replica:
             if sequence.status is Status.SWAPPED:
                 self._swap_in(slot, sequence)
             else:
-                self.pool.admit(slot, sequence.prompt_ids, sequence.most_written)
+                self.pool.admit(slot, sequence.prompt_ids, sequence.most_written, sequence.adapter)
 
     def _preempt_one(self) -> None:
         running = list(self._with(Status.RUNNING).values())
@@ -196,7 +196,7 @@ class Replica:
         self.metrics.preemptions += 1
 
     def _swap_in(self, slot: int, sequence: Sequence) -> None:
-        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written)
+        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written, sequence.adapter)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
         sequence.row, sequence.swapped = None, []
@@ -296,6 +296,8 @@ class Replica:
         if shared is None:
             return None
         sequence.status = Status.PREFILLING
+        if self.config.num_adapters:
+            self.device.set_adapters({slot: one.adapter for slot, one in self.slots.items()})
         self.metrics.prompt_tokens += len(sequence.prompt_ids)
         if shared:
             self.device.share(slot, shared)

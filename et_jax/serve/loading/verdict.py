@@ -33,6 +33,8 @@ def verdict(settings: EngineConfig) -> list[str]:
     model, beside = read_config(folder), tuple(map(read_config, others))
     if settings.lora is not None:
         read_adapter(settings.lora, model)
+    for place in settings.adapter_folders.values():
+        read_adapter(place, model)
     dtype = stored_dtype(folder, settings.dtype)
     widened = " (from float16; --dtype bfloat16 takes half)" if is_widened(folder, settings.dtype) else ""
     together = settings.tensor_parallel

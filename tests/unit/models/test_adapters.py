@@ -12,17 +12,19 @@ from dense import dense_logits
 from places import GOLDEN
 from safetensors.numpy import load_file, save_file
 
+import et_jax
 from et_jax.errors import UsageError
-from et_jax.models.adapters import read_adapter
+from et_jax.models.adapters import beside, bytes_beside, read_adapter
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, keep_calibration, read_calibration, write_calibration
 from et_jax.models.checkpoint import load, read_model, save_converted
 from et_jax.models.fingerprint import fingerprint
-from et_jax.models.weights import Int8, to_int8
+from et_jax.models.weights import Int8, num_bytes, to_int8, with_adapters
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading import calibrating
 from et_jax.serve.loading.opened import opened
 from et_jax.serve.loading.verdict import verdict
+from et_jax.serve.requests import GenerationRequest
 from scripts.peers.gguf_file import write_gguf
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -198,3 +200,44 @@ def test_a_model_loads_with_its_adapter_and_is_measured_with_it(tmp_path, monkey
     assert [*found, read_calibration(folder, config, lora).temperature] == [2.0, 3.0, 4.0]
     with pytest.raises(UsageError, match="which this llama model has not"):
         verdict(EngineConfig(name="bundled-small", lora=GOLDEN / "gemma3/lora"))
+
+
+@pytest.mark.parametrize(("family", "stacked"), [("llama_untied", False), ("phi3", False), ("qwen3", True)])
+def test_rows_with_adapters_of_their_own_have_the_logits_of_merged_weights(family, stacked, tmp_path):
+    folder = GOLDEN / family
+    tensors = load_file(folder / "model.safetensors")
+    names = [name.removesuffix(".weight") for name in tensors if re.search(r"layers.*(qkv|v_proj|down_proj)", name)]
+    factors = {name: drawn(tensors[f"{name}.weight"].shape, 3) for name in names}
+    write_adapter(tmp_path / "other", factors, r=3, target_modules=r".*(qkv_proj|v_proj|down_proj)")
+    config, params = load(folder, "float32", stacked=stacked)
+    places = {"a": folder / "lora", "b": tmp_path / "other"}
+    held = beside(params, config, {name: read_adapter(place, config) for name, place in places.items()})
+    added = num_bytes(held) - num_bytes(params)
+    assert added == bytes_beside([read_adapter(place, config) for place in places.values()])
+    tokens = np.repeat(np.load(folder / "golden.npz")["tokens"][:1], 3, axis=0)
+    found = dense_logits(config, with_adapters(held, jnp.array([1, 0, 2])), tokens)
+    each = [merged(folder, places["a"])[1], load(folder, "float32")[1], merged(folder, places["b"])[1]]
+    for row, weights in zip(found, each, strict=True):
+        np.testing.assert_allclose(row, dense_logits(config, weights, tokens[:1])[0], atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(dense_logits(config, held, tokens), dense_logits(config, params, tokens))
+
+
+def test_experts_take_no_adapters_by_name(tmp_path):
+    write_adapter(tmp_path / "lora", {"model.layers.0.block_sparse_moe.experts.1.w1": drawn((24, 32))})
+    config, params = load(GOLDEN / "mixtral")
+    with pytest.raises(UsageError, match=r"The adapter french changes .*experts\.1\.w1.* merge it with lora"):
+        beside(params, config, {"french": read_adapter(tmp_path / "lora", config)})
+
+
+def test_a_request_has_the_adapter_that_it_names(tmp_path):
+    for rank in (2, 3):
+        write_adapter(tmp_path / f"lora{rank}", {Q: drawn((128, 96), rank)}, r=rank, lora_alpha=rank)
+    adapters = {"french": tmp_path / "lora3", "latin": tmp_path / "lora2"}
+    with et_jax.load("bundled-small", adapters=adapters, max_model_len=64, compilation_cache=None) as model:
+        beside_q = model.params.layers[0].q
+        for name, rank in (("french", 3), ("latin", 2)):
+            [sequence] = model.sequences(0, GenerationRequest(prompt="It was", adapter=name))
+            np.testing.assert_array_equal(beside_q.b[sequence.adapter, :, :rank], drawn((128, 96), rank)["B"])
+        assert model.sequences(0, GenerationRequest(prompt="It was"))[0].adapter == 0 and not beside_q.b[0].any()
+        with pytest.raises(UsageError, match=r'adapter is "greek", which bundled-small .*choose from french, latin'):
+            model.sequences(0, GenerationRequest(prompt="It was", adapter="greek"))
