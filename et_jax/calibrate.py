@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from et_jax.cli import command, streams
+from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
 from et_jax.errors import UsageError
-from et_jax.io.files import check_writable
+from et_jax.io.files import check_writable, expanded
 from et_jax.io.gguf import is_gguf
 from et_jax.io.texts import read_text
 from et_jax.io.values import integer
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         required=True,
         help="bundled, bundled-small, smollm2, gemma3-270m, a Hugging Face folder, a GGUF file, a hub name",
     )
+    flags.add_lora(p)
     p.add_argument(
         "--text", metavar="FILE", help="a text, or a tar archive of works, of which the held-out ones are read"
     )
@@ -67,23 +68,28 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
             integer(f"--{name}", getattr(args, name), least, most)
     texts = None if args.text is None else _texts(Path(args.text))
 
+    from et_jax.models.adapters import read_adapter
     from et_jax.models.calibration import FILE, read_calibration
     from et_jax.models.checkpoint import check_weights, read_model
     from et_jax.models.hub import resolve
 
-    folder = resolve(args.model)
+    folder, adapter = resolve(args.model), None if args.lora is None else expanded(args.lora)
     model = read_model(folder)
+    check_weights(folder, model)
+    if adapter is not None:
+        read_adapter(adapter, model)
     if args.output is not None:
-        if is_gguf(folder):
+        if is_gguf(folder) and adapter is None:
             raise UsageError(f"{args.model} is a GGUF file, of which the cache alone is read; leave --output out.")
         check_writable(Path(args.output) / FILE)
-    elif (folder / FILE).exists() and read_calibration(folder, model).sensitivity is not None:
-        raise UsageError(f"{folder / FILE} is read before the cache; replace it with --output {folder}.")
-    check_weights(folder, model)
-    return _measure(args, folder, model, texts)
+    elif (own := (adapter or folder) / FILE).exists() and read_calibration(
+        folder, model, adapter
+    ).sensitivity is not None:
+        raise UsageError(f"{own} is read before the cache; replace it with --output {own.parent}.")
+    return _measure(args, folder, adapter, model, texts)
 
 
-def _measure(args: argparse.Namespace, folder: Path, model: Any, texts: list[str] | None) -> int:
+def _measure(args: argparse.Namespace, folder: Path, adapter: Path | None, model: Any, texts: list[str] | None) -> int:
     """Measure, write and print."""
     import numpy as np
 
@@ -108,7 +114,7 @@ def _measure(args: argparse.Namespace, folder: Path, model: Any, texts: list[str
         tokens = calibrating.rows(tokenizer, read, str(named), args.rows or calibrating.ROWS, length)
     with Status() as status, own_settings():
         status.tell(f"loading {args.model}")
-        params = calibrating.floats(folder, model, "auto", usable_memory(0.9))
+        params = calibrating.floats(folder, model, "auto", usable_memory(0.9), adapter)
         sensitivity = calibrating.measured(args.model, model, params, tokens, status.tell).astype(np.float32)
         status.tell("fitting the temperature")
         logits, targets = held_out_logits(model, params, tokens)
@@ -119,7 +125,7 @@ def _measure(args: argparse.Namespace, folder: Path, model: Any, texts: list[str
     facts = calibrating.facts(args.model, named.name, params, tokens)
     facts |= {"nats_per_token_at_1": round(before, 5), "nats_per_token": round(after, 5)}
     found = Calibration(temperature=temperature, sensitivity=Table(sensitivity))
-    kept = keep_calibration(folder, found, facts) if args.output is None else None
+    kept = keep_calibration(folder, found, facts, adapter) if args.output is None else None
     path = kept or write_calibration(Path(args.output), found, facts)
     seconds = time.perf_counter() - began
     print(f"{args.model} on {named.name}: {len(tokens)} rows of {tokens.shape[1]} tokens in {seconds:.0f} s")

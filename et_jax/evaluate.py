@@ -120,6 +120,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
     model = load(
         args.model,
+        lora=args.lora,
         dtype=args.dtype,
         quantize=args.quantize,
         cache_dtype=args.cache_dtype,

@@ -57,13 +57,17 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
-        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines (OpenAI batch) or .parquet; see --ray"
+        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines, .parquet or a saved data set; see --ray"
     )
     source.add_argument("--interactive", action="store_true", help="chat on the terminal; /help shows its commands")
     source.add_argument(
         "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
     )
-    p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go; run again to resume")
+    p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go, .jsonl or .parquet")
+    p.add_argument(
+        "--prompt-column", metavar="NAME", help="the field of --input that holds the prompt; others may stand"
+    )
+    flags.add_prefix(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
     p.add_argument("--system-prompt", help="the system message, with --chat or --input")
     p.add_argument(
@@ -79,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_drafts(draft)
     machine = p.add_argument_group("model and memory")
     flags.add_weights(machine)
+    flags.add_adapters(machine)
     machine.add_argument("--page-size", type=int, help="tokens per cache page (16 on CPU, 64 on GPU, 128 on TPU)")
     machine.add_argument("--max-model-len", type=int, help="prompt and text together, in tokens")
     machine.add_argument("--max-num-seqs", type=int, help="sequences decoded together (default --n; with --input 8)")
@@ -134,13 +139,19 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 def _check_written(args: argparse.Namespace) -> None:
     """Find out before any work is done that every file of the command can be written."""
+    from et_jax.batch.table import check_table, is_table, journal_of
     from et_jax.io.files import check_writable
 
-    for name in ("output", "trace"):
+    rows = args.output
+    if rows is not None and is_table(Path(rows)):
+        check_table(Path(rows))
+        rows = journal_of(Path(rows))
+    for file in (rows, args.trace):
+        if file is not None:
+            check_writable(file, grows=True)
+    for name in ("metrics", "save_prefix"):
         if getattr(args, name) is not None:
-            check_writable(getattr(args, name), grows=True)
-    if args.metrics is not None:
-        check_writable(args.metrics)
+            check_writable(getattr(args, name))
     if args.plot is not None:
         from et_jax.report.plot import check_picture
 
@@ -154,17 +165,39 @@ def _check_written(args: argparse.Namespace) -> None:
 def _check_paths(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path
+    from et_jax.batch.table import journal_of
     from et_jax.cli.paths import check_paths
+    from et_jax.io.files import expanded
+    from et_jax.models.fingerprint import ADAPTER
     from et_jax.models.local import local_model
 
     def path(name: str) -> Path | None:
         return None if getattr(args, name) is None else Path(getattr(args, name))
 
+    if args.prefix is not None:
+        from et_jax.serve.saved_prefix import place_of
+
+        place_of(args.prefix)
     written = {"--output": path("output")}
     if args.output is not None:
-        written["the manifest of --output,"] = manifest_path(Path(args.output))
+        rows = journal_of(Path(args.output))
+        written["the manifest of --output,"] = manifest_path(rows)
+        if rows != Path(args.output):
+            written["the rows of --output,"] = rows
     written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
-    check_paths({"--input": path("input")}, written, local_model(args.model))
+    written["--save-prefix"] = path("save_prefix")
+    read = {"--input": path("input"), "--prefix": path("prefix")}
+    folders = {
+        "--lora": args.lora,
+        **{f"--adapter {name}": one for name, one in (flags.adapters(args.adapter) or {}).items()},
+    }
+    read |= {
+        f"the {name} of {flag},": expanded(folder) / name
+        for flag, folder in folders.items()
+        if folder
+        for name in ADAPTER
+    }
+    check_paths(read, written, local_model(args.model))
 
 
 def _run_check(args: argparse.Namespace) -> int:
@@ -208,6 +241,9 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.received)
         model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
+        _load_prefix(args, model)
+        if args.save_prefix is not None:
+            model.save_prefix(ids[0], args.save_prefix)
         signals.hold()
         for event in events:
             signals.said = "interrupted"
@@ -242,6 +278,7 @@ def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
     with Status() as status:
         model = _load(args, _engine(args, 1, _controller(args, platform())), status)
         special = args.allow_special_tokens
+        _load_prefix(args, model)
         chat = Conversation(model, params, args.system_prompt, allow_special_tokens=special)
     return converse(chat, signals)
 
@@ -267,15 +304,18 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.batch.job import run, survey
     from et_jax.batch.journal import check_files, open_journal
     from et_jax.batch.source import spooled
+    from et_jax.batch.table import is_table, journal_of, write_table
+    from et_jax.batch.tasks import read_entries
     from et_jax.report.batch import Extremes, write_batch_report
     from et_jax.report.display import Status
     from et_jax.scope import platform
     from et_jax.serve.metrics import Metrics
 
-    signals.said = _RESUME.format(args.output)
+    table = Path(args.output)
+    source, output = Path(args.input), journal_of(table)
+    signals.said = _RESUME.format(output)
     defaults = _defaults(args)
     engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform()))
-    source, output = Path(args.input), Path(args.output)
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
@@ -283,19 +323,22 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
-        summary = survey(lines, journal)
+        summary = survey(lines, journal, args.prompt_column)
         if summary.done < summary.total:
             model = _load(args, engine, status)
             model.warm_up()
+            _load_prefix(args, model)
             status.clear()
             watch = {} if args.report is None else {"watch": extremes.take}
             run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
+        if is_table(table) and summary.done == summary.total:
+            write_table(table, output, read_entries(lines, args.prompt_column))
     print(summary, file=sys.stderr)
     kept = args.report is None or command.tried(
         lambda: write_batch_report(output, Path(args.report), facts=_facts(args), extremes=extremes)
     )
     if summary.done < summary.total:
-        print(_RESUME.format(args.output), file=sys.stderr)
+        print(_RESUME.format(output), file=sys.stderr)
         return signals.code or command.FAILED
     return 0 if kept else command.FAILED
 
@@ -336,6 +379,7 @@ def _defaults(args: argparse.Namespace) -> "Defaults":
         chat=args.chat,
         system_prompt=args.system_prompt,
         allow_special_tokens=args.allow_special_tokens,
+        prompt_column=args.prompt_column,
     )
 
 
@@ -344,13 +388,15 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
     The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
     """
-    from et_jax.models.fingerprint import fingerprint
+    from et_jax.models.fingerprint import adapter_fingerprint, fingerprint
     from et_jax.models.hub import resolve
 
-    beside = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
+    beside: dict[str, Any] = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
+    if engine.adapters:
+        beside["adapter"] = {name: adapter_fingerprint(folder) for name, folder in engine.adapter_folders.items()}
     return {
         "model": args.model,
-        "model_files": fingerprint(resolve(args.model)),
+        "model_files": fingerprint(resolve(args.model), engine.adapter),
         **beside,
         "platform": platform,
         **engine.decisive,
@@ -384,7 +430,7 @@ def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") 
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
-    given["tell_reads"] = args.report is not None
+    given |= {"tell_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 
 
@@ -399,13 +445,18 @@ def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") 
     return model
 
 
+def _load_prefix(args: argparse.Namespace, model: "Model") -> None:
+    if args.prefix is not None:
+        model.load_prefix(args.prefix)
+
+
 def _facts(args: argparse.Namespace) -> dict[str, str]:
     """Return what a report tells of a run at its top."""
     import jax
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
     given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "quantize", "draft", "small"))
+    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "lora", "quantize", "draft", "small"))
     told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
     return told | {"device": jax.devices()[0].device_kind}
 

@@ -4,6 +4,7 @@ Runs in an environment of its own, which holds torch and transformers and needs 
 
     python scripts/make_golden.py tests/golden
     python scripts/make_golden.py tests/golden --greedy FOLDER   # also greedy texts of a real model
+    python scripts/make_golden.py tests/golden --adapters        # LoRA adapters of the models there alone, with peft
 """
 
 import argparse
@@ -161,12 +162,49 @@ def make_greedy(file: Path, folder: Path, num_tokens: int = 200) -> None:
     file.write_text(json.dumps(rows, indent=1) + "\n")
 
 
+ADAPTERS = {  # of golden models, by name, what peft is told
+    "llama_untied": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "lm_head"]},
+    "qwen2": {
+        **{"r": 3, "lora_alpha": 6, "use_rslora": True, "target_modules": r".*\.(k_proj|o_proj|up_proj|down_proj)"},
+        **{"rank_pattern": {"o_proj": 5, r"layers\.1\..*up_proj": 2}, "alpha_pattern": {r"\d\.mlp\.down_proj": 1.5}},
+    },
+    "qwen3": {
+        **{"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "gate_proj"], "layers_to_transform": [0, 2]},
+        "exclude_modules": ["layers.2.mlp.gate_proj"],
+    },
+    "phi3": {"r": 4, "lora_alpha": 4, "target_modules": "all-linear"},
+    "gemma3": {"r": 4, "lora_alpha": 8, "target_modules": r".*language_model.*\.(q_proj|down_proj)"},
+}
+
+
+def make_adapter(folder: Path, settings: dict) -> None:
+    """Write a random adapter of a golden model, as peft saves it, and the logits of the model with it, not merged."""
+    import peft  # pyright: ignore[reportMissingImports]
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**settings)).eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.2)
+        logits = adapted(torch.from_numpy(np.load(folder / "golden.npz")["tokens"]).long()).logits
+    adapted.save_pretrained(folder / "lora", save_embedding_layers=False)
+    (folder / "lora" / "README.md").unlink()
+    np.savez(folder / "lora" / "golden.npz", logits=logits.numpy())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the golden files")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="families to write (default: all)")
     parser.add_argument("--greedy", type=Path, metavar="FOLDER", help="model to write greedy texts of")
+    parser.add_argument("--adapters", action="store_true", help="write the adapters of the models that are there")
     arguments = parser.parse_args()
+    if arguments.adapters:
+        for name, settings in ADAPTERS.items():
+            make_adapter(arguments.out / name, settings)
+        return
     for table, first in ((FAMILIES | LATER, 0), (MIXTURES, 100), (SINKS, 200)):
         for seed, (name, (config_name, settings)) in enumerate(table.items(), first):
             if arguments.only is None or name in arguments.only:

@@ -74,14 +74,16 @@ def ignored_text(fields: Collection[str]) -> str:
     return f"; ignored: {', '.join(sorted(fields))}" if fields else ""
 
 
-def survey(path: Path, journal: Journal) -> Summary:
+def survey(path: Path, journal: Journal, column: str | None = None) -> Summary:
     """Return how many lines the input has and how many of them are done, before any is served.
+
+    Prompts are in a `column`, where one is named.
 
     Rows that no line asks for are told of, and stay. Raises UsageError where a line is not the one its row was written
     for.
     """
     summary, strays = Summary(), set(journal.recorded)
-    for entry in read_entries(path):
+    for entry in read_entries(path, column):
         summary.total += 1
         summary.ignored |= ignored_fields(entry)
         done = _is_done(entry, journal)
@@ -101,13 +103,13 @@ def survey(path: Path, journal: Journal) -> Summary:
     return summary
 
 
-def surveyed(path: Path, marks: Sequence[int], output: Path) -> Iterator[Entry]:
+def surveyed(path: Path, marks: Sequence[int], output: Path, column: str | None = None) -> Iterator[Entry]:
     """Yield the lines of `path`, which a survey for the rows in `output` left these marks of.
 
     Raises UsageError where the lines are others now.
     """
     number = 0
-    for number, entry in enumerate(read_entries(path), 1):
+    for number, entry in enumerate(read_entries(path, column), 1):
         if number > len(marks):
             raise _changed(path, output, f"it has more than {len(marks)} lines")
         if _mark(entry) != marks[number - 1]:
@@ -233,7 +235,8 @@ class _Job:
     def _entries(self) -> Iterator[Entry]:
         """Yield the lines that the survey saw, up to where they are others."""
         try:
-            yield from surveyed(self._path, self._summary.marks, self._journal.path)
+            column = self._defaults.prompt_column
+            yield from surveyed(self._path, self._summary.marks, self._journal.path, column)
         except UsageError as error:
             self._fault = error
 

@@ -39,7 +39,7 @@ def check_files(source: Path, output: Path) -> None:
     if os.path.exists(output) and output.samefile(source):
         raise UsageError(f"{output} is the input itself; choose another --output.")
     if output.suffix == ".parquet":
-        raise UsageError(f"{output}: answers are written as JSON lines, which survive a crash; name it .jsonl.")
+        raise UsageError(f"{output}: a job on Ray writes JSON lines alone, which survive a crash; name it .jsonl.")
 
 
 class Journal:

@@ -3,7 +3,7 @@
 import codecs
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from et_jax.batch.parquet import read_rows
@@ -27,19 +27,20 @@ class Line:
     problem: str | None = None
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines of `path` that are not blank, or the rows of a Parquet file.
+def read_lines(path: Path, column: str | None = None, others: Set[str] = frozenset()) -> Iterator[Line]:
+    """Yield the lines of `path` that are not blank, or the rows of a Parquet file, or of a data set in a folder.
 
-    Raises UsageError where the file cannot be read.
+    Of rows the `column`, where one is named, and the `others` that there are count alone. Raises UsageError where the
+    file cannot be read, or has no such column.
     """
     try:
-        yield from (_parquet(path) if _is_parquet(path) else _json_lines(path))
+        yield from (_rows(path, column, others) if _has_rows(path) else _json_lines(path))
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
 
 
-def _is_parquet(path: Path) -> bool:
-    if path.suffix == ".parquet":
+def _has_rows(path: Path) -> bool:
+    if path.suffix == ".parquet" or path.is_dir():
         return True
     with path.open("rb") as file:
         return file.read(len(PARQUET)) == PARQUET
@@ -62,8 +63,8 @@ def _json_lines(path: Path) -> Iterator[Line]:
                 yield Line(number=number, data=data if whole else None, digest=digest.digest())
 
 
-def _parquet(path: Path) -> Iterator[Line]:
-    for number, (data, problem) in enumerate(read_rows(path), 1):
+def _rows(path: Path, column: str | None, others: Set[str]) -> Iterator[Line]:
+    for number, (data, problem) in enumerate(read_rows(path, column, others), 1):
         digest = hashlib.blake2b(data, digest_size=16).digest()
         held = data if len(data) <= MAX_LINE_BYTES else None
         yield Line(number=number, data=held, digest=digest, problem=problem)

@@ -1,44 +1,99 @@
-"""Rows of a Parquet file as the JSON they stand for."""
+"""Rows of a Parquet file, or of a data set that the library `datasets` saved, as the JSON they stand for."""
 
 import importlib
 import json
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from et_jax.batch.strict import shown
 from et_jax.errors import UsageError
+from et_jax.io.schema import DatasetFile, checked, read_json
 from et_jax.io.values import excerpt
 
 _ROWS = 64  # held at once
+_NAMED = 20  # columns in a sentence
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a data set in a folder, and of several
 _EXACT = 2**53  # whole numbers up to here survive as floats, as which pandas writes a column with a gap
 
 
-def read_rows(path: Path) -> Iterator[tuple[bytes, str | None]]:
+def read_rows(
+    path: Path, column: str | None = None, others: Set[str] = frozenset()
+) -> Iterator[tuple[bytes, str | None]]:
     """Yield each row as JSON; where it has no form in JSON, as its repr with a sentence that says why.
 
-    NaN is a missing value; a whole float is an integer; a decimal is a number; bytes are the text they hold;
-    a map is an object; a date or a time is its text. Raises UsageError where the file cannot be read.
+    `path` is a Parquet file, or a folder that `datasets` saved. Where a `column` is named, it and the `others` that
+    there are make a row. NaN is a missing value; a whole float is an integer; a decimal is a number; bytes are the text
+    they hold; a map is an object; a date or a time is its text. Raises UsageError where the file cannot be read, or has
+    no such column.
     """
+    arrow = arrow_of(path)
+    kind = "data set" if path.is_dir() else "Parquet file"
     try:
-        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise UsageError(f"{path} needs pyarrow; install it with: pip install 'et_jax[parquet]'.") from error
-    try:
-        file = parquet.ParquetFile(path)
-        names = file.schema_arrow.names
+        batches = _saved(path, arrow) if path.is_dir() else _stored(path)
+        names: list[str] = next(batches).names
         if twice := [name for name in names if names.count(name) > 1]:
             raise UsageError(f"{path} has the column {shown(twice[0])} twice; rename one of them.")
-        for rows in file.iter_batches(batch_size=_ROWS):
-            yield from map(_row, rows.to_pylist())
+        if column is not None and column not in names:
+            there = ", ".join(map(excerpt, names[:_NAMED]))
+            raise UsageError(
+                f"{path} has no column {excerpt(column)}; name one of its own with --prompt-column: {there}."
+            )
+        wanted = names if column is None else [name for name in names if name == column or name in others]
+        for rows in batches:
+            yield from map(_row, rows.select(wanted).to_pylist())
     except UsageError:
         raise
     except (arrow.ArrowException, ValueError, OverflowError) as error:
         said = str(error).strip().partition("\n")[0]
-        raise UsageError(f"{path} is not a readable Parquet file ({said}); write it again.") from error
+        raise UsageError(f"{path} is not a readable {kind} ({said}); write it again.") from error
+
+
+def arrow_of(path: Path) -> Any:
+    """Return the library that reads and writes a file. Raises UsageError where it is not installed."""
+    try:
+        importlib.import_module("pyarrow.parquet")
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise UsageError(f"{path} needs pyarrow; install it with: pip install 'et_jax[parquet]'.") from error
+
+
+def _stored(path: Path) -> Iterator[Any]:
+    """Yield the schema of a Parquet file, then its rows."""
+    file = importlib.import_module("pyarrow.parquet").ParquetFile(path)
+    yield file.schema_arrow
+    yield from file.iter_batches(batch_size=_ROWS)
+
+
+def _saved(folder: Path, arrow: Any) -> Iterator[Any]:
+    """Yield the schema of a data set that was saved to a folder, then its rows: Arrow's streams, one after another."""
+    for number, file in enumerate(saved_files(folder)):
+        with arrow.memory_map(str(file)) as source, arrow.ipc.open_stream(source) as reader:
+            if number == 0:
+                yield reader.schema
+            for batch in reader:
+                yield from (batch.slice(begin, _ROWS) for begin in range(0, batch.num_rows, _ROWS))
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """Return the files of a data set in a folder that `datasets` saved. Raises UsageError where there is none."""
+    if (folder / _SPLITS).is_file():
+        splits = read_json(folder / _SPLITS).get("splits")
+        names = ", ".join(map(excerpt, map(str, splits))) if isinstance(splits, list) else "none"
+        raise UsageError(f"{folder} holds several data sets ({names}); name the folder of one of them.")
+    if not (folder / _STATE).is_file():
+        raise UsageError(
+            f"{folder} is a folder without a data set; name a file, a folder that datasets saved (save_to_disk), or "
+            "serve its files with --ray."
+        )
+    files = checked(read_json(folder / _STATE), DatasetFile, folder / _STATE, "save the data set again")
+    for one in files._data_files:
+        if Path(one.filename).name != one.filename or not (folder / one.filename).is_file():
+            raise UsageError(f"{folder / _STATE} names {excerpt(one.filename)}, which is not there; save it again.")
+    return [folder / one.filename for one in files._data_files]
 
 
 def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from et_jax.batch.parquet import saved_files
 from et_jax.errors import UsageError
 
 PARQUET = b"PAR1"  # how a Parquet file begins
@@ -41,7 +42,9 @@ def check_source(source: Path) -> None:
         raise UsageError(f"{source} does not exist; name a file of prompts with --input.") from error
     except OSError as error:
         raise UsageError(f"{source} cannot be read ({error.strerror}); name a file of prompts.") from error
-    if stat.S_ISREG(mode):
+    if stat.S_ISDIR(mode):
+        saved_files(source)
+    elif stat.S_ISREG(mode):
         check_lines(source, str(source))
     elif not stat.S_ISFIFO(mode):
         raise UsageError(f"{source} is neither a file nor a pipe; name a file of prompts with --input.")
@@ -54,7 +57,7 @@ def spooled(source: Path) -> Iterator[Path]:
     The copy is the user's alone, in the folder for temporary files (TMPDIR). Raises UsageError where it has no
     room, or is no file of lines.
     """
-    if source.is_file():
+    if source.is_file() or source.is_dir():
         yield source
         return
     try:

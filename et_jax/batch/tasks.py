@@ -22,6 +22,7 @@ from et_jax.serve.requests import MAX_STOP_IDS, GenerationRequest, SamplingParam
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_N = 128  # as the OpenAI API documents
+_NAMES = frozenset({"custom_id", "id"})
 _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _INTEGERS = {"max_tokens", "min_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
@@ -30,7 +31,7 @@ _NUMBERS = {
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }
-_OTHERS = {"prompt", "messages", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
+_OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
     *("logit_bias", "allowed_token_ids", "bad_words"),
 }
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
@@ -90,13 +91,14 @@ class Defaults:
 
     With `chat` a plain prompt is a user's message. `system_prompt` opens every conversation that does
     not open with a system message of its own. Special tokens that a message spells are text, unless
-    `allow_special_tokens`.
+    `allow_special_tokens`. Lines were read with their prompt in `prompt_column`, where that is named.
     """
 
     params: SamplingParams
     chat: bool = False
     system_prompt: str | None = None
     allow_special_tokens: bool = False
+    prompt_column: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,16 +111,18 @@ class Task:
     wants_logprobs: bool
 
 
-def read_entries(path: Path) -> Iterator[Entry]:
+def read_entries(path: Path, column: str | None = None) -> Iterator[Entry]:
     """Yield every line of the input with its name; a name that came before is a problem of the later line.
 
+    Where a `column` is named, it holds the prompt, or a conversation, and what is no setting of a line is passed over.
     Names are kept in memory, lines are not.
     """
     seen: dict[str, int] = {}
-    for line in read_lines(path):
+    for line in read_lines(path, column, SETTINGS | _NAMES):
         values, content, name, problem = {}, line.digest, None, None
         try:
             values, content = _object(line)
+            values = values if column is None else _with_prompt(values, column)
             name = _name(values, line.number)
             if name in seen:
                 raise UsageError(
@@ -166,6 +170,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         deadline=deadline,
         control=_control(body),
         draft_tokens=body.get("draft_tokens"),
+        adapter=body.get("adapter"),
     )
     return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
 
@@ -189,6 +194,15 @@ def _object(line: Line) -> tuple[dict[str, Any], bytes]:
         raise UsageError("The line is not a JSON object; write one as {...}.")
     given = {name: value for name, value in values.items() if value is not None}
     return given, hashlib.blake2b(spelled, digest_size=16).digest()
+
+
+def _with_prompt(values: Mapping[str, Any], column: str) -> dict[str, Any]:
+    """Return a plain line whose prompt is what it has in a column."""
+    if column not in values:
+        raise UsageError(f"{excerpt(column)}, which --prompt-column names, is missing; give the line one.")
+    given, prompt = {name: values[name] for name in (SETTINGS | _NAMES) & values.keys() - {column}}, values[column]
+    turns = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
+    return given | {"messages" if turns else "prompt": prompt}
 
 
 def _is_envelope(values: Mapping[str, Any]) -> bool:

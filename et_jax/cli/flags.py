@@ -111,12 +111,44 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(group: argparse._ArgumentGroup) -> None:
-    """Add the flags of the form of the weights."""
+    """Add the flags of what is merged into the weights, and of their form."""
+    add_lora(group)
     group.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     group.add_argument(
         "--quantize",
         choices=["int8"],
         help="store matrices in 8 bits, and round what they are multiplied with to 8 bits (default: in --dtype)",
+    )
+
+
+def add_lora(parser: argparse._ActionsContainer) -> None:
+    """Add the flag of an adapter."""
+    parser.add_argument("--lora", metavar="FOLDER", help="merge a LoRA adapter, as PEFT saves it, into the weights")
+
+
+def add_adapters(parser: argparse._ActionsContainer) -> None:
+    """Add the flag of adapters that lines name."""
+    parser.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=FOLDER", help="a LoRA adapter for lines of that name"
+    )
+
+
+def adapters(given: Sequence[str]) -> dict[str, str] | None:
+    """Return the folders of `--adapter NAME=FOLDER` by name. Raises UsageError for anything else."""
+    found = {}
+    for one in given:
+        name, equals, folder = one.partition("=")
+        if not (name and equals and folder) or name in found:
+            raise UsageError(f"--adapter is {one}; write a name of its own and a folder, as in french=adapters/french.")
+        found[name] = folder
+    return found or None
+
+
+def add_prefix(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of prompts whose cache pages are in a file."""
+    parser.add_argument("--save-prefix", metavar="FILE", help="write the cache pages of --prompt for --prefix")
+    parser.add_argument(
+        "--prefix", metavar="FILE", help="read prompts that begin as a saved one does from its pages on"
     )
 
 
@@ -208,6 +240,14 @@ def check_combination(args: argparse.Namespace) -> None:
     for name in ("metrics", "report"):
         if args.ray and getattr(args, name) is not None:
             raise UsageError(f"--{name} reports on one process and its output; leave it or --ray out.")
+    if args.adapter and args.input is None and not args.check:
+        raise UsageError("--adapter is for --input, whose lines name adapters; merge one with --lora.")
+    if args.prompt_column is not None and args.input is None:
+        raise UsageError("--prompt-column is for --input; it names the field that holds the prompt of a line.")
+    if args.save_prefix is not None and args.prompt is None:
+        raise UsageError("--save-prefix is for --prompt, whose pages it writes.")
+    if args.prefix is not None and (args.ray or args.check):
+        raise UsageError(f"--prefix is not for {'--ray' if args.ray else '--check'}; leave it out.")
     if args.interactive:
         for name in ("output", "trace", "plot", "json", "no_stream", "metrics", "report"):
             if getattr(args, name):

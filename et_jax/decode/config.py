@@ -61,7 +61,7 @@ class DecoderConfig:
     `cache_dtype`, possibly one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None if
     it is the same. Matrices have the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Equal
     layers may be `stacked`, in weights and caches (`models.stacks`). `mesh` has the chips over which the
-    model is split (`models.sharding`), None for one chip.
+    model is split (`models.sharding`), None for one chip. Beside the weights of the model there are `num_adapters`.
     """
 
     model: ModelShape
@@ -91,6 +91,7 @@ class DecoderConfig:
     tell_reads: bool = False
     stacked: bool = False
     mesh: Mesh | AbstractMesh | None = None
+    num_adapters: int = 0
 
     def __post_init__(self) -> None:
         if not 2 <= self.batch <= self.num_slots:

@@ -29,6 +29,7 @@ from et_jax.models.experts import Experts
 from et_jax.models.model import ModelWeights, arrangement, forward
 from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
 from et_jax.models.transformer import Angles
+from et_jax.models.weights import with_adapters
 from et_jax.pallas.add_norm import add_norm
 from et_jax.pallas.backend import platform
 from et_jax.pallas.paged_attention.api import padded_heads
@@ -148,6 +149,8 @@ def extend(
         out, took = mix(plant, experts, x[:num_rows], chunk, rules, took)
         return multiplied(out), replace(memory, carried=(cache, took))
 
+    if state.adapter is not None:
+        weights = with_adapters(weights, multiplied(at_slots(chunk.slot, state.adapter)))
     begun = Threaded(carried=(state.cache, no_experts(plant, chunk.token.shape[0])))
     tokens, positions = multiplied(chunk.token), multiplied(chunk.positions)
     kinds = reader.kinds(plant)

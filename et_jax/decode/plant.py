@@ -52,7 +52,8 @@ class PlantState:
     None without it: a token's place in the cache is its position less `shift`, the number of tokens dropped before
     it; `skipped` counts the leading blocks in which a KV head has no entries, None if all heads keep as many;
     `queries` are the last of each sequence, rotated, that of position p at place p mod w (`cache.queries`), None if
-    no policy uses them; only tokens computed in the slot, not those of shared pages, have some.
+    no policy uses them; only tokens computed in the slot, not those of shared pages, have some. `adapter` is the
+    number of each slot's adapter, 0 for none; None if the model has no adapters.
     """
 
     cache: KVCache
@@ -60,6 +61,7 @@ class PlantState:
     shift: Int[Array, " b"] | None = None
     skipped: Int[Array, "b l k"] | None = None
     queries: Float[Array, "b l w h d"] | None = None
+    adapter: Int[Array, " b"] | None = None
 
     def emptied(self, slot: Int[Array, ""]) -> "PlantState":
         """Return the state with an empty cache of a slot, and nothing dropped."""
@@ -68,7 +70,8 @@ class PlantState:
             return None if x is None else x.at[slot].set(0)
 
         num_cached = self.num_cached.at[slot].set(0)
-        return replace(self, num_cached=num_cached, shift=none(self.shift), skipped=none(self.skipped))
+        held = {"shift": self.shift, "skipped": self.skipped, "adapter": self.adapter}
+        return replace(self, num_cached=num_cached, **{name: none(x) for name, x in held.items()})
 
 
 def check_weights(weights: Weights, num_plants: int) -> None:

@@ -122,7 +122,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         control=jax.vmap(partial(fresh_control, config))(laws, numbers()),
         table=pages.empty(b, config.blocks_per_slot, config.num_pages),
         plants=(
-            _compressible(config, _plant(config, config.model, config.keeps)),
+            _adapted(config, _compressible(config, _plant(config, config.model, config.keeps))),
             *(_plant(config, other, frozenset()) for other in config.others),
         ),
     )
@@ -159,6 +159,11 @@ def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
         skipped=jnp.zeros((b, *heads), jnp.int32) if how.policy.splits else None,
         queries=jnp.zeros((b, *last), config.weights_dtype) if how.policy.reads_queries else None,
     )
+
+
+def _adapted(config: DecoderConfig, state: PlantState) -> PlantState:
+    """The state with the adapter of every slot, where there are any."""
+    return replace(state, adapter=jnp.zeros(config.num_slots, jnp.int32)) if config.num_adapters else state
 
 
 def wants_drafts(state: DecodeState) -> bool:

@@ -241,6 +241,34 @@ class GgufTokenizerFile(msgspec.Struct):
     eom_token_id: Id | None = None
 
 
+class AdapterFile(msgspec.Struct):
+    """adapter_config.json of PEFT, as far as its numbers and modules go."""
+
+    peft_type: str
+    r: Size
+    lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
+    target_modules: str | list[str]
+    exclude_modules: str | list[str] | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, Size] | None = None
+    alpha_pattern: dict[str, Annotated[float, Meta(ge=0, le=1e6)]] | None = None
+    bias: str = "none"
+    layers_to_transform: int | list[int] | None = None
+    layers_pattern: str | list[str] | None = None
+
+
+class PartFile(msgspec.Struct):
+    """A file of a data set."""
+
+    filename: Annotated[str, Meta(min_length=1, max_length=255)]
+
+
+class DatasetFile(msgspec.Struct):
+    """state.json of a data set that was saved to a folder."""
+
+    _data_files: Annotated[list[PartFile], Meta(min_length=1)]
+
+
 class CalibrationFile(msgspec.Struct):
     """calibration.json."""
 

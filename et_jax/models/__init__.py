@@ -10,6 +10,7 @@
 `model` is what the decoder asks of either: the `transformer` of this package, whose weights are `params`, or a `module`
 of the caller's own, which `module_reading` has looked at, and `calls` has freed the attention of.
 `local` finds what is on this machine (`bundled` inside this package, `packaged` inside others), `gguf` reads GGUF
-files, and `fingerprint` names a model by what its files hold. `sensitivity` measures what depends on each head, and
-`calibration` keeps what was measured. `sharding` splits a model over the chips of a mesh.
+files, `adapters` LoRA adapters, which `checkpoint` adds to weights, and `fingerprint` names a model by what its files
+hold. `sensitivity` measures what depends on each head, and `calibration` keeps what was measured. `sharding` splits a
+model over the chips of a mesh.
 """

@@ -83,17 +83,18 @@ def equal_heads(model: ModelShape) -> Calibration:
     return Calibration(sensitivity=Table(np.full(shape, EQUAL, np.float32)))
 
 
-def read_calibration(model: Path, config: ModelShape) -> Calibration:
+def read_calibration(model: Path, config: ModelShape, adapter: Path | None = None) -> Calibration:
     """Return what was measured of the model in a folder or a GGUF file: temperature 1 and no sensitivity if nothing.
 
-    The folder's own file counts before the user's cache, and that before the package. The sensitivity is taken from the
+    With an `adapter` merged into it the model is another one, and the adapter's folder stands for the model's. The
+    folder's own file counts before the user's cache, and that before the package. The sensitivity is taken from the
     first that has one. Raises UsageError for a file that holds no positive temperature, or sensitivities of other
     heads.
     """
-    own = _read(model / FILE, config)
+    own = _read((adapter or model) / FILE, config)
     if own is not None and own.sensitivity is not None:
         return own
-    places, digest = [SHIPPED], fingerprint(model)
+    places, digest = [SHIPPED], fingerprint(model, adapter)
     with contextlib.suppress(UsageError):  # there is no home
         places.insert(0, cache_folder() / "calibrations")
     found = (_read(place / f"{digest}.json", config) for place in places)
@@ -131,8 +132,10 @@ def write_calibration(folder: Path, calibration: Calibration, facts: dict[str, A
     return path
 
 
-def keep_calibration(model: Path, calibration: Calibration, facts: dict[str, Any]) -> Path:
+def keep_calibration(model: Path, calibration: Calibration, facts: dict[str, Any], adapter: Path | None = None) -> Path:
     """Write what was measured of a model to the user's cache, where loading finds it, and return the file.
+
+    It is that of the model with the `adapter` that was merged into it.
 
     Raises UsageError where the cache cannot be written.
     """
@@ -143,4 +146,4 @@ def keep_calibration(model: Path, calibration: Calibration, facts: dict[str, Any
         raise UsageError(
             f"{folder} cannot be made ({error.strerror}); set XDG_CACHE_HOME to another folder."
         ) from error
-    return write_calibration(folder, calibration, facts, f"{fingerprint(model)}.json")
+    return write_calibration(folder, calibration, facts, f"{fingerprint(model, adapter)}.json")

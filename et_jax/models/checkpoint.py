@@ -59,6 +59,8 @@ DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 HALF = "F16"
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": HALF}
 CONVERTED = "orbax"
+Added = Callable[[str], np.ndarray | None]
+"""What is added to a leaf of `Params`, float32, by its name; None where nothing is."""
 
 
 def sources_of(
@@ -184,6 +186,7 @@ def load(
     *,
     stacked: bool = False,
     mesh: Mesh | None = None,
+    added: Added | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Return the configuration and the weights in `folder`, cast once to `dtype`, on the default device.
 
@@ -194,8 +197,9 @@ def load(
     `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); of weights
     that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those that are stored so, by
     output, as they lie, and others rounded from what is stored. One leaf at a time passes through host memory, but
-    that converted weights are restored whole. The configuration is that of `read_model`. Raises UsageError naming the
-    file or the tensor that is absent, damaged or of another shape.
+    that converted weights are restored whole. What `added` returns for the name of a leaf, in float32, is added to it
+    before it is cast or rounded. The configuration is that of `read_model`. Raises
+    UsageError naming the file or the tensor that is absent, damaged or of another shape.
     """
     folder = Path(folder)
     if dtype not in ("auto", *DTYPES):
@@ -204,11 +208,16 @@ def load(
         raise UsageError(f"quantize {quantize} is not supported; use {' or '.join(QUANTIZED)}, or leave it out.")
     config = read_model(folder)
     if (folder / CONVERTED).is_dir():
+        if added is not None:
+            raise UsageError(f"{folder} holds converted weights, which take no adapter; name the folder they are from.")
         return _restore(folder, config, dtype, quantize, stacked, mesh)
     sources, tensors, encoding = _located(folder, config)
     target = _dtype(dtype, stored_as(tensors[embedding_of(sources)]), encoding)
 
-    def node(described: Any, source: Source) -> Any:
+    def node(described: Any, leaf: str, source: Source) -> Any:
+        if added is not None and (more := added(leaf)) is not None:
+            more += source.read(read, np.float32)
+            return _node(described, more, target, quantize)
         if not is_weight(described):
             return source.read(read, target)
         return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, read, target)
@@ -218,8 +227,15 @@ def load(
         return gguf.read(tensor, piece, config) if isinstance(tensor, GgufTensor) else read_piece(tensor, piece)
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
-    nodes = [partial(node, kind, source) for kind, source in zip(kinds, sources.values(), strict=True)]
+    nodes = [partial(node, kind, *source) for kind, source in zip(kinds, sources.items(), strict=True)]
     return _put_in_place(config, structure.unflatten(nodes), stacked, mesh, target, quantize)
+
+
+def _node(described: Any, array: Float[np.ndarray, "..."], dtype: DTypeLike, quantize: str | None) -> Any:
+    """Return a float32 array as the leaf that is `described`."""
+    if not is_weight(described):
+        return array.astype(dtype)
+    return Dense(array=array.astype(dtype)) if quantize is None else to_int8(array, dtype)
 
 
 def _put_in_place(

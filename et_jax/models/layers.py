@@ -11,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from et_jax.models.config import Activation, ClampedSwish, Rope
-from et_jax.models.weights import Weight
+from et_jax.models.weights import Matrix
 from et_jax.sums import total
 
 
-def linear(x: Float[Array, "*b i"], weight: Weight, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
+def linear(x: Float[Array, "*b i"], weight: Matrix, bias: Float[Array, " o"] | None = None) -> Float[Array, "*b o"]:
     """Return `x @ weight.T + bias`, accumulated in float32, in the dtype of `x`."""
     y = weight.matmul(x)
     if bias is not None:
@@ -34,7 +34,7 @@ def rms_norm(
 
 
 def feed_forward(
-    x: Float[Array, "*b w"], gate: Weight, up: Weight, down: Weight, activation: Activation = "silu"
+    x: Float[Array, "*b w"], gate: Matrix, up: Matrix, down: Matrix, activation: Activation = "silu"
 ) -> Float[Array, "*b w"]:
     """Return `down(activation(gate(x)) * up(x))` (Shazeer 2020: SwiGLU, or GEGLU by the tanh approximation)."""
     return linear(gated(linear(x, gate), linear(x, up), x.dtype, activation), down)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.experts import Experts, SharedExpert
 from et_jax.models.stacks import stacks_of
-from et_jax.models.weights import Dense, Int8, Weight, is_weight, num_bytes, num_numbers
+from et_jax.models.weights import Dense, Int8, Matrix, Weight, is_weight, num_bytes, num_numbers
 from et_jax.types import pytree
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ class LayerParams:
     """
 
     attention_norm: Float[Array, " w"] | None
-    q: Weight
-    k: Weight
-    v: Weight
-    o: Weight
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
     q_bias: Float[Array, " hd"] | None
     k_bias: Float[Array, " kd"] | None
     v_bias: Float[Array, " kd"] | None
@@ -44,9 +44,9 @@ class LayerParams:
     k_norm: Float[Array, " nk"] | None
     attention_out_norm: Float[Array, " w"] | None
     ffn_norm: Float[Array, " w"] | None
-    gate: Weight | None
-    up: Weight | None
-    down: Weight | None
+    gate: Matrix | None
+    up: Matrix | None
+    down: Matrix | None
     ffn_out_norm: Float[Array, " w"] | None
     experts: Experts | None = None
 
@@ -62,7 +62,7 @@ class Params:
     embedding: Weight
     layers: tuple[LayerParams, ...]
     final_norm: Float[Array, " w"]
-    head: Weight | None
+    head: Matrix | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

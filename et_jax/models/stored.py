@@ -72,8 +72,13 @@ def embedding_of(sources: Sources) -> str:
 
 def headers(folder: Path) -> dict[str, Stored]:
     """Return what the files of the folder say of every tensor."""
+    return headers_of(_shard_files(folder))
+
+
+def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
+    """Return what safetensors files say of every tensor."""
     tensors = {}
-    for file in _shard_files(folder):
+    for file in files:
         with _open(file) as reader:
             for name in reader.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
                 if name in tensors:

@@ -16,6 +16,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from et_jax.sums import total
 from et_jax.types import pytree, static
 
 T = TypeVar("T")
@@ -129,6 +130,49 @@ class Int8:
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
 
 
+@pytree
+class Adapted:
+    """A weight matrix [out, in] beside which several adapters stand, of which each sequence names one.
+
+    Adapter n adds `b[n]` @ `a[n]`, float32 and scaled; that of number 0 adds nothing. `number` has the adapter of every
+    row of a product, and None stands for 0. Where layers are stacked, all arrays lead with the layer.
+    """
+
+    base: Dense | Int8
+    a: Float[Array | np.ndarray, "*l n r i"]
+    b: Float[Array | np.ndarray, "*l n o r"]
+    number: Int[Array, "*l b"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix, [out, in]."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the matrix without adapters."""
+        return self.base.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that a product reads at most: the matrix, and all adapters."""
+        return self.base.num_bytes + sum(math.prod(part.shape) * part.dtype.itemsize for part in (self.a, self.b))
+
+    def of_rows(self, number: Int[Array, " b"]) -> "Adapted":
+        """Return the weight for rows with these adapters."""
+        lead = self.a.shape[:-3]
+        return Adapted(base=self.base, a=self.a, b=self.b, number=jnp.broadcast_to(number, (*lead, *number.shape)))
+
+    def matmul(self, x: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
+        """Return `x @ weight.T` in float32, with what each row's adapter adds, summed in an order of its own."""
+        found = self.base.matmul(x)
+        if self.number is None:
+            return found
+        a, b = (jnp.asarray(each)[self.number][:, None] for each in (self.a, self.b))
+        inner = total(x.astype(jnp.float32)[:, :, None] * a)
+        return found + total(inner[:, :, None] * b)
+
+
 def _at(x: Array | np.ndarray, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
     """What stands at these places of the first axes."""
     rest = x.shape[len(numbers) :]
@@ -142,6 +186,9 @@ _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
 
 Weight = Dense | Int8
 """A weight of any kind that a model may hold."""
+
+Matrix = Weight | Adapted
+"""A weight that adapters may stand beside: of attention, a feed-forward or the head."""
 
 
 def rounded(x: Float[Array, "*b i"]) -> tuple[Int[Array, "*b i"], Float[Array, "*b"]]:
@@ -172,6 +219,15 @@ def to_int8(weight: Float[np.ndarray, "*l o i"], dtype: DTypeLike) -> Int8:
             array[rows] = np.rint(part / np.where(scale[rows] > 0, scale[rows], 1)[:, None])
     shape = weight.shape
     return Int8(array=array.reshape(shape), scale=scale.reshape(shape[:-1]), dtype=np.dtype(dtype))
+
+
+def with_adapters(tree: T, number: Int[Array, " b"]) -> T:
+    """Return weights of which each row of a product has the adapter of this number."""
+
+    def changed(node: Any) -> Any:
+        return node.of_rows(number) if isinstance(node, Adapted) else node
+
+    return jax.tree.map(changed, tree, is_leaf=is_weight)
 
 
 def quantized(tree: Any, dtype: DTypeLike) -> Any:
@@ -212,13 +268,13 @@ def nodes(tree: Any) -> list[Any]:
 
 def is_weight(node: Any) -> bool:
     """Return whether a node of a tree is a weight."""
-    return isinstance(node, Weight)
+    return isinstance(node, Matrix)
 
 
 def num_bytes(tree: Any) -> int:
     """Return the bytes that a tree holds: those of its weights, and of the arrays that are no part of one."""
     return sum(
-        node.num_bytes if isinstance(node, Weight) else math.prod(node.shape) * node.dtype.itemsize
+        node.num_bytes if isinstance(node, Matrix) else math.prod(node.shape) * node.dtype.itemsize
         for node in nodes(tree)
     )
 

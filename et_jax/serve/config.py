@@ -25,6 +25,7 @@ from et_jax.decode.drafting.drafts import (
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.io.files import expanded
 from et_jax.models.weights import QUANTIZED
 from et_jax.pallas.backend import NAMES as BACKENDS
 from et_jax.scope import platform
@@ -40,6 +41,7 @@ AUTO = "auto"
 CACHE_DTYPES = (AUTO, "bfloat16", "float32", *NAMED_8_BITS)  # the first is the dtype of the weights
 CALIBRATIONS = (AUTO, "none")  # the first is what was measured, or is measured where a control goes by it
 PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
+MOST_ADAPTERS = 256  # beside one model
 _MOST = 2**20  # of anything that is counted: beyond it no machine has room
 
 Control = str | Controller
@@ -61,6 +63,8 @@ class EngineConfig:
     """
 
     name: str = "bundled"
+    lora: str | Path | None = None
+    adapters: Mapping[str, str | Path] | None = None
     dtype: str = _decisive(AUTO)
     quantize: str | None = _decisive(None)
     cache_dtype: str = _decisive(AUTO)
@@ -111,7 +115,7 @@ class EngineConfig:
                 checked[name] = _count(name, getattr(self, name))
         for name in ("max_num_seqs", "max_num_batched_tokens", "replicas", "tensor_parallel"):
             checked[name] = _count(name, getattr(self, name))
-        for name in ("draft", "small"):
+        for name in ("lora", "draft", "small"):
             if getattr(self, name) is not None:
                 checked[name] = str(_text(name, getattr(self, name)))
         if self.draft in (LOOKUP_BEFORE, LOOKUP_BEFORE + LOOKUP):
@@ -140,6 +144,8 @@ class EngineConfig:
             checked["draft_share"] = values.number("draft_share", self.draft_share)
             if not 0.0 < checked["draft_share"] <= 1.0:
                 raise UsageError(f"draft_share is {self.draft_share:g}; it must be above 0, and 1 at most.")
+        if self.adapters is not None:
+            checked["adapters"] = _adapters(self.adapters)
         if self.backend is not None:
             checked["backend"] = _choice("backend", self.backend, (*BACKENDS, None))
         if self.compilation_cache not in (None, PROGRAMS):
@@ -215,6 +221,16 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
         return None if self.drafter in (LOOKUP, SELF) else self.drafter
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapter that is merged into the model, if one is."""
+        return None if self.lora is None else expanded(self.lora)
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """The folders of the adapters that requests name."""
+        return {name: expanded(folder) for name, folder in (self.adapters or {}).items()}
 
     @property
     def measures(self) -> bool:
@@ -297,6 +313,15 @@ def controller(control: Control, platform: str | None = None) -> Controller:
             f"control is {values.shown(control)}; it must be one of {', '.join(NAMES)} or a Controller{advice}."
         )
     return control
+
+
+def _adapters(given: Any) -> dict[str, str]:
+    """Folders of adapters by their names."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
+        raise UsageError(f"adapters is {values.shown(given)}; it must map names to folders of adapters.")
+    if len(given) > MOST_ADAPTERS:
+        raise UsageError(f"adapters has {len(given)} entries; it may have {MOST_ADAPTERS} at most.")
+    return {name: str(_text(f"adapters[{name}]", folder)) for name, folder in given.items()}
 
 
 def _count(name: str, value: Any) -> int:

@@ -178,12 +178,24 @@ class Device:
             first = np.int32(number * self.config.pages_per_swap)
             self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
 
+    def fill(self, slot: int, num_tokens: int, pages: list[Pages]) -> None:
+        """Give an empty slot so many tokens of a prompt, whose pages `swap_out` copied once."""
+        row = jax.device_get(self.decoder.read_row(self.state, np.int32(slot)))
+        self.swap_in(slot, row | {"length": np.int32(num_tokens)}, pages)
+
     def set_urgency(self, urgency: dict[int, float]) -> None:
         """Set how urgent the sequences in these slots are; those in others are not."""
         values = np.zeros(self.config.num_slots, np.float32)
         values[list(urgency)] = list(urgency.values())
         # Put where the state is, or it would be another program.
         self.state = replace(self.state, urgency=jax.device_put(values, self._where))
+
+    def set_adapters(self, adapters: dict[int, int]) -> None:
+        """Set the numbers of the adapters of the sequences in these slots; those in others have none."""
+        numbers = np.zeros(self.config.num_slots, np.int32)
+        numbers[list(adapters)] = list(adapters.values())
+        plant = replace(self.state.plants[0], adapter=jax.device_put(numbers, self._where))
+        self.state = self.state.with_plant(0, plant)
 
     # Pages.
 

@@ -1,6 +1,6 @@
 """The engine's door: loads a model ready to serve."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ def load(
     *,
     config: ModuleConfig | None = None,
     tokenizer: Any = None,
+    lora: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
     dtype: str = "auto",
     quantize: str | None = None,
     cache_dtype: str = "auto",
@@ -67,6 +69,10 @@ def load(
     with queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does. In its place the
     decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
     that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
+
+    `lora` is the folder of a LoRA adapter, as PEFT saves it, that is merged into the weights as they are read.
+    `adapters` maps names to such folders, which stay beside the weights: a request names the one it is served with, and
+    requests of several are served in one batch.
 
     `dtype` is "auto", "bfloat16" or "float32", and so is `cache_dtype`, in which keys and values are kept: "auto" is
     what the weights are stored in, and for the cache what they have here. A cache may be kept in 8 bits too, "int8" or

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import abc
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from et_jax.models import sharding
 from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights, device_of, put, put_like
 from et_jax.scope import own_settings
+from et_jax.serve import saved_prefix
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import Control, EngineConfig
 from et_jax.serve.loading.description import description
@@ -273,6 +275,53 @@ class Model:
             compiled=self._scoring_decoder,
         )
 
+    @untraced
+    @own_settings()
+    def save_prefix(self, prompt: Prompt, path: str | Path, *, control: Control | None = None) -> int:
+        """Read a prompt, write the cache pages that its tokens fill to a file, and return how many tokens those are.
+
+        `load_prefix` puts them into the prefix cache of a model that is loaded alike. Raises UsageError for a prompt
+        that fills no page, where prompts are not kept, and where the file cannot be written.
+        """
+        [asked] = self._requests([prompt], None, {})
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        sequence = self.sequences(0, GenerationRequest(prompt=asked.prompt, params=params), control)[0]
+        replicas = self._keeping_prefixes(control)
+        self.generate(GenerationRequest(prompt=tuple(sequence.prompt_ids), params=params), control=control)
+        found = replicas.each(lambda replica: saved_prefix.kept(replica, sequence.prompt_ids))
+        depends = saved_prefix.depends_on(replicas.replicas[0])
+        if (prefix := next((one for one in found if one is not None), None)) is None:
+            raise UsageError(
+                f"The prompt has {len(sequence.prompt_ids)} tokens, of which no chunk of {depends['chunk']} is kept; "
+                "give a longer one, or save it while no other requests are served."
+            )
+        saved_prefix.write(path, prefix, depends)
+        return len(prefix.tokens)
+
+    @untraced
+    @own_settings()
+    def load_prefix(self, path: str | Path, *, control: Control | None = None) -> int:
+        """Put the pages of a file of `save_prefix` into the prefix cache, and return how many tokens they hold.
+
+        A prompt that begins as they do is read from there on. Under another `control` than the model's own pages have
+        a cache of their own. Raises UsageError for a file that is damaged or not of this model and its settings, and
+        where there is no room for it.
+        """
+        replicas = self._keeping_prefixes(control)
+        prefix = saved_prefix.read(path, saved_prefix.depends_on(replicas.replicas[0]))
+        replicas.each(lambda replica: saved_prefix.enter(replica, prefix))
+        return len(prefix.tokens)
+
+    def _keeping_prefixes(self, control: Control | None) -> Replicas:
+        """What serves under a control, and keeps prompts. Raises UsageError where it does not."""
+        self._use.check()
+        replicas = self.replicas(control)
+        if not replicas.replicas[0].pool.keeps_prefixes:
+            raise UsageError(
+                "Prompts are not kept with prefix_cache=False, lazy_prefill, a prefill budget or this control."
+            )
+        return replicas
+
     def update(self, params: Any) -> None:
         """Serve other weights from now on, as a trainer does between rollouts: nothing is compiled.
 
@@ -327,7 +376,10 @@ class Model:
         Raises UsageError where it cannot be served.
         """
         config = self._configuration(control)
-        return sequences_of(request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name)
+        adapters = tuple(self.settings.adapters or ())
+        return sequences_of(
+            request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name, adapters=adapters
+        )
 
     def _serve(
         self,

@@ -45,16 +45,26 @@ def requests_of(
 
 
 def sequences_of(
-    request: GenerationRequest, prompt_index: int, *, tokenizer: Tokenizer, config: DecoderConfig, name: str
+    request: GenerationRequest,
+    prompt_index: int,
+    *,
+    tokenizer: Tokenizer,
+    config: DecoderConfig,
+    name: str,
+    adapters: tuple[str, ...] = (),
 ) -> list[Sequence]:
     """Return the `n` sequences that a request asks of model `name`, not submitted yet; `prompt_index` numbers it.
 
-    They run under `config.controller`, its numbers changed where the request has its own.
+    They run under `config.controller`, its numbers changed where the request has its own. `adapters` are the names of
+    those beside the model.
 
     Raises UsageError where it cannot be served.
     """
     prompt, params, length = request.prompt, request.params, config.max_length
-    laws = _laws(config.controller, request.control)
+    laws, adapter = _laws(config.controller, request.control), request.adapter
+    if adapter is not None and adapter not in adapters:
+        there = f"choose from {', '.join(map(values.excerpt, adapters))}" if adapters else "load it with adapters"
+        raise UsageError(f"adapter is {values.shown(adapter)}, which {name} was not loaded with; {there}.")
     ids = prompt_ids(prompt, tokenizer, config, name)
     _check_ids("stop_token_ids holds", params.stop_token_ids, config.model.vocab_size, name)
     if len(ids) >= length:
@@ -79,6 +89,7 @@ def sequences_of(
         Sequence(
             request=request,
             laws=laws,
+            adapter=0 if adapter is None else 1 + adapters.index(adapter),
             prompt=text,
             prompt_ids=ids,
             prompt_index=prompt_index,

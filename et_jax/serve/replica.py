@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def _placed() -> Iterator[None]:
+def placed() -> Iterator[None]:
     """Use the package's own settings of JAX and no default device: all that a replica has lies with its weights."""
     with own_settings(), jax.default_device(None):
         yield
@@ -54,7 +54,7 @@ class Replica:
     until it has ended it is `under_way`.
     """
 
-    @_placed()
+    @placed()
     def __init__(
         self,
         weights: Weights,
@@ -90,7 +90,7 @@ class Replica:
 
     # What callers do.
 
-    @_placed()
+    @placed()
     def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
         """Compile every program that serving can need, without `drafts` the one that drafts beside what follows."""
         before = made()
@@ -100,7 +100,7 @@ class Replica:
         self.metrics.add_programs(ready)
         tell(str(ready))
 
-    @_placed()
+    @placed()
     def advance(self) -> None:
         """One round: admit what pages and slots allow, prefill, decode a burst, deliver what came."""
         try:
@@ -136,11 +136,16 @@ class Replica:
         return not self.queue.waiting and not self.slots
 
     @property
+    def free_slot(self) -> int | None:
+        """The first slot without a sequence, if there is one."""
+        return next((slot for slot in range(self.config.num_slots) if slot not in self.slots), None)
+
+    @property
     def abandoned(self) -> list[Sequence]:
         """The sequences that wait, or are in a slot here, and are wanted by nobody."""
         return [one for one in (*self.queue.waiting, *self.slots.values()) if one.abandoned]
 
-    @_placed()
+    @placed()
     def end_abandoned(self) -> None:
         """End them with what they have, as "abort"."""
         for sequence in self.abandoned:
@@ -148,7 +153,7 @@ class Replica:
                 self.queue.waiting.remove(sequence)
             self._end(sequence, self._last(sequence, "abort"))
 
-    @_placed()
+    @placed()
     def forget_prefixes(self) -> None:
         """Evict every kept page that no sequence uses."""
         self.end_abandoned()
@@ -171,7 +176,7 @@ class Replica:
             if sequence.status is Status.SWAPPED:
                 self._swap_in(slot, sequence)
             else:
-                self.pool.admit(slot, sequence.prompt_ids, sequence.most_written)
+                self.pool.admit(slot, sequence.prompt_ids, sequence.most_written, sequence.adapter)
 
     def _preempt_one(self) -> None:
         running = list(self._with(Status.RUNNING).values())
@@ -191,7 +196,7 @@ class Replica:
         self.metrics.preemptions += 1
 
     def _swap_in(self, slot: int, sequence: Sequence) -> None:
-        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written)
+        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written, sequence.adapter)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
         sequence.row, sequence.swapped = None, []
@@ -291,6 +296,8 @@ class Replica:
         if shared is None:
             return None
         sequence.status = Status.PREFILLING
+        if self.config.num_adapters:
+            self.device.set_adapters({slot: one.adapter for slot, one in self.slots.items()})
         self.metrics.prompt_tokens += len(sequence.prompt_ids)
         if shared:
             self.device.share(slot, shared)

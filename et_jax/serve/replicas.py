@@ -3,12 +3,15 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 from et_jax.decode.plant import Weights
 from et_jax.models.model import put_like
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.use import Use
+
+T = TypeVar("T")
 
 
 class Replicas:
@@ -76,6 +79,11 @@ class Replicas:
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
+
+    def each(self, run: Callable[[Replica], T]) -> list[T]:
+        """Return what `run` returns for every replica, which stands still meanwhile."""
+        with self._standing_still():
+            return [run(replica) for replica in self.replicas]
 
     def update(self, weights: Weights) -> None:
         """Serve other weights of the same shapes from the next round on, with no page of what the old ones read."""

@@ -179,7 +179,7 @@ class GenerationRequest:
     a number of `control`. `control` sets numbers of the
     controller for this request alone: by name, as `{"tolerance": 0.1}` (see `control.settings.adjusted`), or
     as a controller that differs in numbers alone. At most `draft_tokens` tokens are drafted for it in a step, 0 for
-    none, None for as many as the engine drafts.
+    none, None for as many as the engine drafts. `adapter` names one of those that the model was loaded with.
 
     Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
     ahead.
@@ -191,6 +191,7 @@ class GenerationRequest:
     deadline: float | None = None
     control: Controller | Mapping[str, Any] | None = None
     draft_tokens: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         values.fill_unset(self)
@@ -205,6 +206,8 @@ class GenerationRequest:
             if not deadline > 0:
                 raise UsageError(f"deadline is {deadline}; it must be a number of seconds above 0.")
             object.__setattr__(self, "deadline", deadline)
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise UsageError(f"adapter is {values.shown(self.adapter)}; it must be the name of one.")
         if self.draft_tokens is not None:
             whole = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
             object.__setattr__(self, "draft_tokens", whole)

@@ -66,12 +66,13 @@ class Text:
 class Sequence:
     """One continuation of one request, number `index` of the `prompt_index`-th, which may produce `limit` tokens.
 
-    `laws` control it. `prompt_ids` are the tokens of `prompt`, `bad_words` those of what it must not write. `deliver`
-    is called with every event. `arrival` numbers submissions and `turn` first admissions; `arrived` and `admitted` are
-    their times. `slot` is that of the replica it is in. While it is swapped out, `row` is what the device knew of the
-    slot and `swapped` what its pages held. Of the tokens that it wrote compression left out `left_out`. Steps that
-    brought it no token are `unpaid`: its next one pays for them. `prompt_read` is what a budget read of its prompt. Its
-    caller sets `abandoned` when it wants no more of it: the next round of a replica ends it.
+    `laws` control it, and `adapter` is the number of its adapter, 0 for none. `prompt_ids` are the tokens of `prompt`,
+    `bad_words` those of what it must not write. `deliver` is called with every event. `arrival` numbers submissions and
+    `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it is in. While it
+    is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the tokens that it
+    wrote compression left out `left_out`. Steps that brought it no token are `unpaid`: its next one pays for them.
+    `prompt_read` is what a budget read of its prompt. Its caller sets `abandoned` when it wants no more of it: the next
+    round of a replica ends it.
     """
 
     request: GenerationRequest
@@ -81,6 +82,7 @@ class Sequence:
     prompt_index: int
     index: int
     limit: int
+    adapter: int = 0
     stop_ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
     text: Text

@@ -104,7 +104,7 @@ def test_a_real_model_answers_and_a_changed_one_is_refused(files, tmp_path, capf
     settings = tmp_path / "model" / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rope_theta": 12345.0}))
     assert re.search(r"; [1-9]\d* programs compiled, 0 after warm-up\]", capfd.readouterr().err)
-    assert "the digest of the model's files was" in complaint(capfd, *files)
+    assert "the digest of the files of the model and its adapter was" in complaint(capfd, *files)
 
 
 def test_a_second_job_leaves_everything_as_it_is(files, tmp_path, capfd, monkeypatch):

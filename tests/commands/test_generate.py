@@ -31,16 +31,19 @@ def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, s
 
 def test_the_text_comes_as_it_is_produced_or_at_the_end_and_counters_beside_it(folder, tmp_path, capfd, monkeypatch):
     counters, settings = tmp_path / "metrics.txt", ["--model", str(folder), "--max-tokens", "12"]
-    code, out, err = run(capfd, *settings, "-p", "It was", "--no-stream", "--metrics", str(counters))
+    prompt, prefix = "It was in the spring", str(tmp_path / "prefix")
+    code, out, err = run(capfd, *settings, "-p", prompt, "--no-stream", "--metrics", str(counters))
     assert code == 0
     assert "et_jax_generated_tokens_total 12\n" in counters.read_text()
     assert 'et_jax_requests_finished_total{reason="length"} 1\n' in counters.read_text()
     for part in ("12 tokens", "tokens/s", "first after", "entropic time", "MB moved"):
         assert part in err
-    (tmp_path / "prompt").write_text("It was")
+    assert run(capfd, *settings, "-p", prompt, "--save-prefix", prefix)[:2] == (0, out)
+    (tmp_path / "prompt").write_text(prompt)
     with (tmp_path / "prompt").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        assert run(capfd, *settings, "-p", "-")[:2] == (0, out)
+        assert run(capfd, *settings, "-p", "-", "--prefix", prefix, "--metrics", str(counters))[:2] == (0, out)
+    assert "et_jax_cached_prompt_tokens_total 16\n" in counters.read_text()
 
 
 @pytest.mark.slow
@@ -94,6 +97,8 @@ def test_trace_json_and_plot_agree(folder, tmp_path, capfd):
         (["--chat"], "no chat template"),
         (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
         (["--plot", "picture.txt"], "draws .png"),
+        (["--prefix", "absent"], "absent is no file"),
+        (["--lora", "absent"], "The adapter absent is no folder"),
         (["--model", "no/such-model"], "no/such-model"),
     ],
 )

@@ -14,11 +14,14 @@ from typing import IO, Any
 import pytest
 from stand_in import PaperModel
 
-from et_jax.batch.source import check_lines, spooled
+from et_jax.batch.lines import read_lines
+from et_jax.batch.source import check_lines, check_source, spooled
+from et_jax.batch.tasks import read_entries
 from et_jax.cli.command import USAGE
 from et_jax.errors import UsageError
 from et_jax.generate import main
 from et_jax.serve import engine
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 ROWS = [{"id": f"r{i}", "prompt": f"It was {i}", "max_tokens": 3} for i in range(500)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
@@ -142,7 +145,7 @@ def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("source", ["/dev/zero", "/dev/tty", "/"])
+@pytest.mark.parametrize("source", ["/dev/zero", "/dev/tty"])
 def test_what_ends_never_is_not_begun(tmp_path, capfd, source):
     assert main(["-i", source, "-o", str(tmp_path / "out.jsonl")]) == USAGE
     assert f"{source} is neither a file nor a pipe" in capfd.readouterr().err
@@ -154,3 +157,63 @@ def test_parquet_is_told_by_its_content(tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
     assert main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out.jsonl")]) == 0
     assert names_in(tmp_path / "out.jsonl") == {row["id"] for row in ROWS}
+
+
+def test_a_saved_data_set_is_answered_in_its_order_by_a_parquet_file(tmp_path, monkeypatch, capfd):
+    datasets, parquet = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    rows = {"question": ["It was", "x" * 200, "The sea"], "n": [2, 1, 1], "picture": [b"\xff"] * 3, "topic": ["a"] * 3}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "in", num_shards=2)
+    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
+    output = tmp_path / "out.parquet"
+    command = ["-i", str(tmp_path / "in"), "-o", str(output), "--prompt-column", "question"]
+    assert main(command) == 0
+    found = parquet.read_table(output).to_pylist()
+    first, second = PaperModel().continue_(GenerationRequest(prompt="It was", params=SamplingParams(n=2)))
+    places = [("line-1", 0), ("line-1", 1), ("line-2", 0), ("line-3", 0)]
+    assert [(row["custom_id"], row["index"]) for row in found] == places
+    assert [row["text"] for row in found[:2]] == [first.text, second.text]
+    assert (found[0]["prompt_tokens"], found[0]["completion_tokens"]) == (6, 2 * len(first.text))
+    assert found[0]["entropic"]["entropic_time"] == first.entropic_time + second.entropic_time
+    assert found[2]["text"] is None and "too long" in found[2]["error"] and found[3]["error"] is None
+    output.unlink()
+    monkeypatch.delattr(engine, "load")
+    assert main(command) == 0 and parquet.read_table(output).to_pylist() == found
+    assert main([*command[:-1], "topic"]) == USAGE
+    assert "--prompt-column was question and is topic" in capfd.readouterr().err
+    assert main([*command[:3], str(tmp_path / "other.jsonl"), "--prompt-column", "answer"]) == USAGE
+    said = "has no column answer; name one of its own with --prompt-column: question, n, picture, topic."
+    assert said in capfd.readouterr().err and not (tmp_path / "other.jsonl").exists()
+
+
+def test_folders_without_one_data_set_are_refused(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UsageError, match=r"holds several data sets \(train, test\); name the folder of one"):
+        check_source(tmp_path)
+    (tmp_path / "dataset_dict.json").unlink()
+    for state, said in (
+        ({"_data_files": [{"filename": "../x.arrow"}]}, r"names ../x\.arrow, which is not there"),
+        ({"_data_files": [{"filename": "x.arrow"}]}, r"names x\.arrow, which is not there"),
+        ({"_data_files": []}, "field _data_files is"),
+    ):
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        with pytest.raises(UsageError, match=said):
+            check_source(tmp_path)
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "x.arrow"}]}')
+    (tmp_path / "x.arrow").write_bytes(b"no stream")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(UsageError, match="is not a readable data set"):
+        list(read_lines(tmp_path))
+
+
+def test_a_field_of_lines_may_hold_the_prompt(tmp_path):
+    turns = [{"role": "user", "content": "Hi"}]
+    lines = [{"text": "It was", "seed": 3, "topic": "x", "prompt": "no"}, {"text": turns, "id": "b"}, {"prompt": "no"}]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    one, two, three = read_entries(tmp_path / "in", "text")
+    assert (one.values, two.values, two.custom_id) == (
+        {"prompt": "It was", "seed": 3},
+        {"messages": turns, "id": "b"},
+        "b",
+    )
+    assert three.problem == "text, which --prompt-column names, is missing; give the line one."

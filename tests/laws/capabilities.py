@@ -5,6 +5,7 @@ A capability joins by a row here, a law by a file beside this one.
 
 import dataclasses
 import functools
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,9 +15,11 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from decoders import a_little_warmer, by_entropy, even_blocks
 from flax import nnx
 from own_modules import LENGTH, Plain
+from safetensors.numpy import save_file
 
 import et_jax
 from et_jax.control import clock, contribution, priority, select, tolerance
@@ -53,6 +56,12 @@ SIZES = {
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY = replace(shapes.SMALL, architecture="mistral", vocab_size=4096, max_positions=LENGTH)
+_WIDE, _HEADS = TINY.hidden_size, TINY.num_heads * TINY.head_dim
+SHAPES = (
+    ("q_proj", (_HEADS, _WIDE)),
+    ("v_proj", (TINY.num_kv_heads * TINY.head_dim, _WIDE)),
+    ("o_proj", (_WIDE, _HEADS)),
+)
 SLIDING = replace(TINY, windows=(14, 14))
 MIXTURE = replace(
     TINY,
@@ -76,6 +85,21 @@ def folder(config: ModelConfig) -> Path:
     for name in TOKENIZER_FILES:
         shutil.copy(bundled_folder() / name, path / name)
     write_calibration(path, shapes.even_heads(config), {})
+    return path
+
+
+@functools.cache
+def adapter(rank: int) -> Path:
+    """An adapter of the attention of the mixture, of a scale at which texts differ."""
+    path, drawn, tensors = Path(tempfile.mkdtemp(prefix="adapter-")), np.random.default_rng(rank), {}
+    for name, (outputs, inputs) in ((f"layers.{i}.self_attn.{one}", shape) for i in range(2) for one, shape in SHAPES):
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = drawn.normal(0, 0.4, shape).astype(
+                np.float32
+            )
+    save_file(tensors, path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [one for one, _ in SHAPES]}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
 
 
@@ -188,9 +212,9 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "ead": lambda: Capability(
         settings={"control": preset("ead_guarded", tau=3.0), "small": _small()}, dense={"tau": -1.0}
     ),
-    "experts by mass": lambda: Capability(
+    "experts by mass, adapters": lambda: Capability(
         load=functools.partial(tiny, MIXTURE),
-        settings={"experts": "mass", "expert_share": 0.6} | _LOOKUP,
+        settings={"experts": "mass", "expert_share": 0.6, "adapters": {"a": adapter(2), "b": adapter(3)}} | _LOOKUP,
         dense={"share": 1.0},
         drafts=True,
     ),

@@ -22,6 +22,7 @@ class Served:
     def __init__(self, capability: Capability) -> None:
         self.capability, self.model = capability, capability.opened()
         self.tokens = self.model.tokenizer.encode(reopened.SENTENCE * 4)
+        self.adapters = (None, *(self.model.settings.adapters or ()))
         self.requests = self._asked()
         quiet = self.anew(prefix_cache=False)
         self.alone = [one for request in self.requests for one in quiet.generate(request)]
@@ -52,6 +53,7 @@ class Served:
             GenerationRequest(
                 prompt=tuple(self.tokens[16 * (number % 2) :][:length]),
                 params=SamplingParams(**{"max_tokens": 18 + 3 * number, "seed": number} | kind),
+                adapter=self.adapters[number % len(self.adapters)],
             )
             for number, (length, kind) in enumerate(zip(lengths, kinds, strict=True))
         ]

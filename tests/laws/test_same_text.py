@@ -11,6 +11,7 @@ import reopened
 from capabilities import CAPABILITIES, Capability
 from served import Served, assert_balanced, bits
 
+from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
@@ -32,6 +33,19 @@ def test_every_text_has_the_bits_it_has_alone(served):
         metrics = busy.metrics
         assert (metrics.preemptions > 3) == ("preempt_every" in settings), way
         assert (metrics.cached_prompt_tokens > 0) == kept, way
+
+
+def test_a_text_has_the_same_bits_from_the_pages_of_a_file(served, tmp_path):
+    first, second, file = served.anew(), served.anew(), tmp_path / "prefix"
+    if not served.capability.keeps_prefixes:
+        with pytest.raises(UsageError, match="Prompts are not kept"):
+            first.save_prefix(served.tokens[:50], file)
+        return
+    num_tokens = first.save_prefix(served.tokens[:50], file)
+    assert second.load_prefix(file) == num_tokens >= 32 and second.metrics.prompt_tokens == 0
+    assert bits(second.generate(served.requests)) == bits(served.alone)
+    assert second.metrics.cached_prompt_tokens > 0
+    assert_balanced(second)
 
 
 SOMETIMES = {
@@ -70,6 +84,7 @@ class Many(Served):
                 priority=drawn.choice((0.0, 0.0, 1.0, -1.0)),
                 deadline=drawn.choice((None, None, 0.05, 60.0)),
                 draft_tokens=drawn.choice((None, None, None, 0, 1, 2)),
+                adapter=drawn.choice(self.adapters) if len(self.adapters) > 1 else None,
             )
 
         return [one(number) for number in range(self.many)]

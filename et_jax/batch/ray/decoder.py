@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from et_jax.batch.parquet import plain
 from et_jax.batch.ray import cluster
 from et_jax.batch.serving import Serving, serve_entries
+from et_jax.batch.table import kinds
 from et_jax.batch.tasks import SETTINGS, Defaults, Entry, Task
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -153,7 +154,7 @@ class Decoder(Engine):
         rows = table.to_pylist()
         found = {one.entry.line: one for one in self.answers([self._entry(i, row) for i, row in enumerate(rows)])}
         told = [self._told(found[i]) for i in range(len(rows))]
-        for name, kind in _kinds(arrow).items():
+        for name, kind in kinds(arrow, COLUMNS, (*_COUNTS, "seed")).items():
             column = arrow.array([row[name] for row in told], type=kind)
             place = names.index(name) if name in names else None
             table = table.append_column(name, column) if place is None else table.set_column(place, name, column)
@@ -190,15 +191,6 @@ class Decoder(Engine):
             name = answer.entry.custom_id
             row["error"] = answer.error[1] if name is None else f"{values.excerpt(name)}: {answer.error[1]}"
         return row
-
-
-def _kinds(arrow: Any) -> dict[str, Any]:
-    """Return the Arrow type of every column that is added, the same for each block."""
-    number, whole = arrow.float64(), arrow.int64()
-    others = {"temperature_range": arrow.list_(number), "guard_rates": arrow.map_(arrow.string(), number)}
-    entropic = {name: whole if "tokens" in name else others.get(name, number) for name in Totals.of([]).to_dict()}
-    kinds = {name: arrow.string() for name in COLUMNS} | dict.fromkeys((*_COUNTS, "seed"), whole)
-    return kinds | {"entropic": arrow.struct(list(entropic.items()))}
 
 
 def decode(

@@ -96,7 +96,7 @@ def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
     marks = array.array("Q", shard["marks"])
     held: list[dict[str, Any]] = []
     try:
-        for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]))):
+        for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]), shard["column"])):
             if not shard["recorded"][number]:
                 held.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
             if len(held) == _READ:
@@ -205,7 +205,9 @@ def run(
         for folder in dict.fromkeys(output.parent for output in placed.values()):
             stack.enter_context(_made(folder))
         journals = [stack.enter_context(open_journal(output, settings)) for output in placed.values()]
-        surveys = [survey(source, journal) for source, journal in zip(placed, journals, strict=True)]
+        surveys = [
+            survey(source, journal, defaults.prompt_column) for source, journal in zip(placed, journals, strict=True)
+        ]
         sums = Sums(total=sum(one.total for one in surveys), before=sum(one.before for one in surveys))
         sums.ignored.update(*(one.ignored for one in surveys))
         if sums.done < sums.total:
@@ -214,6 +216,7 @@ def run(
                     "shard": number,
                     "source": str(source.absolute()),
                     "output": str(output),
+                    "column": defaults.prompt_column,
                     "marks": one.marks.tobytes(),
                     "recorded": bytes(one.recorded),
                 }

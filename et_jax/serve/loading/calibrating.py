@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from et_jax.errors import UsageError
 from et_jax.io.texts import read_text
+from et_jax.models.adapters import read_adapter
 from et_jax.models.calibration import TEXT, Calibration
 from et_jax.models.checkpoint import load
 from et_jax.models.config import ModelConfig, ModelShape
@@ -50,10 +51,11 @@ def default_rows(tokenizer: Tokenizer, model: ModelShape) -> Int[np.ndarray, "r 
     return rows(tokenizer, [text], TEXT.name, count, length)
 
 
-def floats(folder: Path, model: ModelConfig, dtype: str, memory: int) -> ModelWeights:
+def floats(folder: Path, model: ModelConfig, dtype: str, memory: int, adapter: Path | None = None) -> ModelWeights:
     """Return the weights to measure with: in float32 where `memory` has room for that, else in `dtype`."""
     wide = _ROOM * weight_bytes(model, jnp.float32) <= memory
-    return load(folder, "float32" if wide else dtype)[1]
+    added = None if adapter is None else read_adapter(adapter, model).added
+    return load(folder, "float32" if wide else dtype, added=added)[1]
 
 
 def measured(

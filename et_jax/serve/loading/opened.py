@@ -17,6 +17,7 @@ from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io.values import shown
 from et_jax.models import stacks
+from et_jax.models.adapters import beside, bytes_beside, read_adapter
 from et_jax.models.calibration import Calibration, equal_heads, keep_calibration, read_calibration
 from et_jax.models.checkpoint import check_weights, loaded_dtype, read_config, read_model, remarks, stored_dtype
 from et_jax.models.checkpoint import load as load_checkpoint
@@ -60,33 +61,40 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     where not all of it would fit; that is found out before a weight is kept.
     """
 
-    def fit(folder: Path, model: ModelConfig | None = None) -> Plan:
-        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much."""
+    def fit(folder: Path, model: ModelConfig | None = None, taken: int = 0) -> Plan:
+        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much.
+
+        Of the memory so many bytes are `taken`.
+        """
         dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
         wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
         together = settings.tensor_parallel
         memory, replicas = usable_memory(settings.memory_fraction, together), num_sharing(settings.replicas, together)
-        return plan(wanted, memory, num_pages=settings.num_pages, replicas=replicas)
+        return plan(wanted, memory - taken, num_pages=settings.num_pages, replicas=replicas)
 
     _keep_programs(settings.compilation_cache, tell)
-    beside = {name: resolve(name) for name in settings.others}
-    others = tuple(map(read_model, beside.values()))
+    small = {name: resolve(name) for name in settings.others}
+    others = tuple(map(read_model, small.values()))
     tell(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     model = read_model(folder)
     check_weights(folder, model)
-    fitting, tokenizer = fit(folder, model), load_tokenizer(folder)
-    _check_others(settings, beside, others, model, tokenizer, tell)
-    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(beside, others) + _unmeasured(settings)
-    calibration = read_calibration(folder, model) if settings.measures else equal_heads(model)
+    adapter = None if settings.lora is None else read_adapter(settings.lora, model)
+    adapters = {name: read_adapter(place, model) for name, place in settings.adapter_folders.items()}
+    fitting, tokenizer = fit(folder, model, bytes_beside(adapters.values())), load_tokenizer(folder)
+    _check_others(settings, small, others, model, tokenizer, tell)
+    said = _remarked([folder], [model], settings.dtype) + _remarked_beside(small, others) + _unmeasured(settings)
+    calibration = read_calibration(folder, model, settings.adapter) if settings.measures else equal_heads(model)
     sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
     if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
         calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
-    mesh = sizes(jnp.float32).mesh
-    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, stacked=_stacked(), mesh=mesh)
+    mesh, added = sizes(jnp.float32).mesh, None if adapter is None else adapter.added
+    how = {"stacked": _stacked(), "mesh": mesh, "added": added}
+    model, params = load_checkpoint(folder, settings.dtype, settings.quantize, **how)
     dtype = dtype_of(params)
+    params = beside(params, model, adapters) if adapters else params
     config = sizes(dtype, calibration=calibration)
-    weights = params, *_others(beside, dtype, settings.quantize, tell)
+    weights = params, *_others(small, dtype, settings.quantize, tell)
     return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
 
 
@@ -103,6 +111,9 @@ def opened_module(
         raise UsageError(f"dtype is {settings.dtype}; leave it out, for a module has the dtype that it was made with.")
     if settings.quantize is not None:
         raise UsageError(f"quantize is {settings.quantize}; leave it out, for a module's weights are run as they are.")
+    for name in ("lora", "adapters"):
+        if (given := getattr(settings, name)) is not None:
+            raise UsageError(f"{name} is {shown(given)}; leave it out, for a module brings its weights as they are.")
     _keep_programs(settings.compilation_cache, tell)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
@@ -146,10 +157,11 @@ def _measured(
 ) -> Calibration:
     """What is `known` of a model with its sensitivity to each head, measured here and kept for the next time."""
     began = time.perf_counter()
-    params = calibrating.floats(folder, model, settings.dtype, usable_memory(settings.memory_fraction))
+    memory = usable_memory(settings.memory_fraction)
+    params = calibrating.floats(folder, model, settings.dtype, memory, settings.adapter)
     found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, tell)
     try:
-        kept = f"kept in {keep_calibration(folder, found, facts)}"
+        kept = f"kept in {keep_calibration(folder, found, facts, settings.adapter)}"
     except UsageError as error:
         kept = f"not kept: {error}"
     tell(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {kept}".rstrip(".") + ".")

@@ -91,6 +91,7 @@ def decoder_config(
         compression=_compression(settings, model, page_size),
         tell_reads=settings.tell_reads,
         stacked=stacks.stacked_on(platform),
+        num_adapters=len(settings.adapters or ()),
     )
     return beside(settings, plain, settings.laws, others, for_one_call=False)
 
@@ -185,6 +186,10 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
     size, devices = settings.tensor_parallel, jax.local_devices()
     if size == 1:
         return None
+    if settings.adapters:
+        raise UsageError(
+            f"adapters are for one device, and tensor_parallel is {size}; merge one with lora, or leave it out."
+        )
     if jax.process_count() > 1:
         raise UsageError("tensor_parallel splits a model over the devices of one process; run one process only.")
     if size > len(devices):

@@ -11,6 +11,7 @@ from et_jax.decode.backends import serving_backend
 from et_jax.decode.cache.eight_bits import dtype_name
 from et_jax.decode.config import DecoderConfig
 from et_jax.errors import UsageError
+from et_jax.models.adapters import read_adapter
 from et_jax.models.calibration import read_calibration
 from et_jax.models.checkpoint import is_widened, read_config, stored_dtype
 from et_jax.models.config import ModelConfig
@@ -30,6 +31,10 @@ def verdict(settings: EngineConfig) -> list[str]:
     """
     folder, *others = (resolve(name, config_only=True) for name in (settings.name, *settings.others))
     model, beside = read_config(folder), tuple(map(read_config, others))
+    if settings.lora is not None:
+        read_adapter(settings.lora, model)
+    for place in settings.adapter_folders.values():
+        read_adapter(place, model)
     dtype = stored_dtype(folder, settings.dtype)
     widened = " (from float16; --dtype bfloat16 takes half)" if is_widened(folder, settings.dtype) else ""
     together = settings.tensor_parallel
@@ -73,7 +78,7 @@ def _to_measure(settings: EngineConfig, config: DecoderConfig, folder: Path) -> 
     """The line that says that loading will measure the model first; none where nothing is missing."""
     if not (settings.measures and lacks_sensitivity(config)):
         return []
-    if read_calibration(folder, config.model).sensitivity is not None:
+    if read_calibration(folder, config.model, settings.adapter).sensitivity is not None:
         return []
     return [
         "the sensitivity of the model's heads is not measured: loading measures it once, which takes minutes; "

@@ -27,6 +27,7 @@ class Claim:
 
     prompt: list[int]
     most: int
+    adapter: int = 0
     written: int = 0
     shift: int = 0
     locked: list[int] = dataclasses.field(default_factory=list)
@@ -122,15 +123,31 @@ class PagePool:
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)
         return self.pages_for(claim.next_tokens) - shared
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether pages of prompts are kept at all."""
+        return self._prefixes is not None
+
+    def kept_of(self, prompt: list[int], adapter: int = 0) -> list[int]:
+        """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
+        if self._prefixes is None:
+            return []
+        found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size, adapter)
+        per_chunk = self._chunk // self._page_size
+        return found[: len(found) // per_chunk * per_chunk]
+
     # What sequences do.
 
-    def admit(self, slot: int, prompt: list[int], most: int) -> None:
-        """Promise an empty slot the pages of a prompt; its sequence never writes more than `most` tokens."""
-        self._claims[slot] = Claim(prompt=prompt, most=most)
+    def admit(self, slot: int, prompt: list[int], most: int, adapter: int = 0) -> None:
+        """Promise an empty slot the pages of a prompt; its sequence never writes more than `most` tokens.
 
-    def swap_in(self, slot: int, prompt: list[int], most: int, written: int) -> None:
+        Sequences with another `adapter` share no pages with it.
+        """
+        self._claims[slot] = Claim(prompt=prompt, most=most, adapter=adapter)
+
+    def swap_in(self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0) -> None:
         """Claim the pages of a running sequence that comes back to an empty slot, once `written` tokens were in it."""
-        claim = Claim(prompt=prompt, most=most, written=written, begun=True, running=True)
+        claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, begun=True, running=True)
         while (point := self._point(claim)) is not None and point <= written:
             claim.shift = point - self._room
         self._claims[slot] = claim
@@ -141,10 +158,11 @@ class PagePool:
         None, and nothing changed, while the chunk after them is being prefilled for another slot: it is kept soon.
         """
         claim = self._claims[slot]
-        found = self._kept_of(claim.prompt)
+        found = self.kept_of(claim.prompt, claim.adapter)
         if self._prefixes is not None:
             end = len(found) * self._page_size + self._chunk
-            others = (other.prompt for other in self._claims.values() if other.begun and not other.running)
+            alike = (other for other in self._claims.values() if other.adapter == claim.adapter)
+            others = (other.prompt for other in alike if other.begun and not other.running)
             usable = self._shareable(claim.prompt)
             if any(end <= min(usable, len(other) - 1) and other[:end] == claim.prompt[:end] for other in others):
                 return None
@@ -168,7 +186,7 @@ class PagePool:
         claim = self._claims[slot]
         full = (len(claim.prompt) - 1) // self._page_size
         prompt = claim.prompt[: full * self._page_size]
-        fresh = self._prefixes.add(prompt, pages[:full])
+        fresh = self._prefixes.add(prompt, pages[:full], claim.adapter)
         self._prefixes.lock(fresh)
         claim.locked = claim.locked + fresh
         return fresh
@@ -260,11 +278,3 @@ class PagePool:
         """The tokens of a prompt that may be shared: not its last, which a step writes, nor others computed anew."""
         fresh = 1 if self._compressing is None else max(1, self._compressing.fresh_tokens)
         return max(len(prompt) - fresh, 0)
-
-    def _kept_of(self, prompt: list[int]) -> list[int]:
-        """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
-        if self._prefixes is None:
-            return []
-        found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size)
-        per_chunk = self._chunk // self._page_size
-        return found[: len(found) // per_chunk * per_chunk]

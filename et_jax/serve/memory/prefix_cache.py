@@ -31,18 +31,20 @@ class PrefixCache:
         """Pages kept that no sequence has locked, which can be evicted."""
         return len(self._pages) - len(self._users)
 
-    def find(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return the pages that hold the beginning of `tokens`, at most `most` of them."""
-        known = list(itertools.takewhile(self._pages.__contains__, itertools.islice(self._chain(tokens), most)))
+    def find(self, tokens: Sequence[int], most: int, adapter: int = 0) -> list[int]:
+        """Return the pages that hold the beginning of `tokens`, read with an adapter, at most `most` of them."""
+        known = list(
+            itertools.takewhile(self._pages.__contains__, itertools.islice(self._chain(tokens, adapter), most))
+        )
         self._touch(known)
         return [self._pages[key] for key in known]
 
-    def add(self, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Keep `pages`, which hold the full pages of `tokens`; return those that were not kept before.
+    def add(self, tokens: Sequence[int], pages: Sequence[int], adapter: int = 0) -> list[int]:
+        """Keep `pages`, which hold the full pages of `tokens`, read with an adapter; return those not kept before.
 
         Where other pages with the same tokens are kept already, those stay.
         """
-        keys = list(self._chain(tokens))
+        keys = list(self._chain(tokens, adapter))
         fresh = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in self._pages]
         self._pages.update(fresh)
         self._touch(keys)
@@ -76,9 +78,9 @@ class PrefixCache:
             del self._pages[key]
         return [page for _, page in gone]
 
-    def _chain(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The key of every full page: a hash of its tokens and of the key before it."""
-        key = b""
+    def _chain(self, tokens: Sequence[int], adapter: int) -> Iterator[bytes]:
+        """The key of every full page: a hash of its tokens and of the key before it; the adapter is the first."""
+        key = str(adapter).encode()
         for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
             page = array("q", tokens[start : start + self._page_size]).tobytes()
             key = hashlib.blake2b(key + page, digest_size=16).digest()

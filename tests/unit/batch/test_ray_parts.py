@@ -125,7 +125,7 @@ def test_what_has_a_row_is_not_read_again_and_a_changed_shard_is_a_fault(tmp_pat
         found = survey(source, journal)
 
     def read() -> list[dict[str, Any]]:
-        shard = {"shard": 7, "source": str(source), "output": "out.jsonl"}
+        shard = {"shard": 7, "source": str(source), "output": "out.jsonl", "column": None}
         shard |= {"marks": found.marks.tobytes(), "recorded": bytes(found.recorded)}
         tables = _lines(SimpleNamespace(to_pylist=lambda: [shard]))
         return [dict(zip(table, row, strict=True)) for table in tables for row in zip(*table.values(), strict=True)]

@@ -37,7 +37,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path):
         **{"logit_bias": {"5": -2, "7": 1.5}, "allowed_token_ids": [5, 7], "bad_words": ["x"], "min_tokens": 1},
         **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [1, 2], "priority": 3, "deadline": 2.5},
         **{"model": "any", "user": "me", "metadata": {"a": "b"}, "stream": False, "best_of": None},
-        "control": {"tolerance": 0.1, "window": 8, "tau": None},
+        **{"control": {"tolerance": 0.1, "window": 8, "tau": None}, "adapter": "french"},
     }
     expected = GenerationRequest(
         prompt="It was",
@@ -51,6 +51,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path):
         priority=3.0,
         deadline=2.5,
         control={"tolerance": 0.1, "window": 8},
+        adapter="french",
     )
     named, plain = task(tmp_path, envelope(COMPLETIONS, **settings)), task(tmp_path, settings)
     assert named.request == plain.request == expected

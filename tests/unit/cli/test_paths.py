@@ -132,7 +132,7 @@ def test_every_file_to_write_is_looked_at_before_any_work(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "It was"}\n')
     (tmp_path / "file").write_text("mine")
-    for suffix in ("", ".png", ".html"):
+    for suffix in ("", ".png", ".html", ".parquet"):
         (tmp_path / f"folder{suffix}").mkdir()
     prompt, batch = ["-p", "It was"], ["--input", "in.jsonl", "--output", "out.jsonl"]
     table = [
@@ -141,6 +141,8 @@ def test_every_file_to_write_is_looked_at_before_any_work(tmp_path, monkeypatch,
         (generate, prompt, "--report", ".html"),
         (generate, prompt, "--metrics", ""),
         (generate, batch, "--output", ""),
+        (generate, batch, "--output", ".parquet"),
+        (generate, prompt, "--save-prefix", ""),
         (generate, batch, "--metrics", ""),
         (generate, batch, "--report", ".html"),
         (evaluate, [], "--json", ""),

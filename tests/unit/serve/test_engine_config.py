@@ -6,6 +6,7 @@ import inspect
 import pytest
 
 from et_jax import generate
+from et_jax.cli import flags
 from et_jax.control.controller import Controller
 from et_jax.control.experts import Mass
 from et_jax.control.presets import PRESETS, preset
@@ -43,6 +44,10 @@ NO_PRESET = "window is a knob of presets, and control is a Controller that no pr
         (lambda: EngineConfig(draft="self+lookup"), WRITE_FIRST),
         (lambda: EngineConfig(draft="lookup+"), "draft is lookup+; after the plus name self or a smaller model"),
         (lambda: GenerationRequest(prompt="It was", draft_tokens=17), "draft_tokens"),
+        (lambda: GenerationRequest(prompt="It was", adapter=1), "adapter is 1; it must be the name"),  # pyright: ignore
+        (lambda: EngineConfig(adapters=["a"]), "adapters is a list; it must map names to folders"),  # pyright: ignore
+        (lambda: flags.adapters(["a=b", "a=c"]), "--adapter is a=c; write a name of its own and a folder"),
+        (lambda: flags.adapters(["a"]), "--adapter is a; write a name of its own and a folder"),
         (lambda: load(dtype="int8"), "dtype int8 is not supported"),
         (lambda: load(max_num_seqs=2**20), "This needs"),
         (lambda: load(progress=5), "progress is 5; it must be a function of one text."),  # pyright: ignore

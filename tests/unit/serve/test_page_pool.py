@@ -299,3 +299,24 @@ def test_the_least_recently_used_goes_first_its_end_before_its_beginning_and_wha
     assert [index.evict(1) for _ in range(4)] == [[11], [12], [10], []]
     index.unlock([13])
     assert index.evict(9) == [13]
+
+
+def test_pages_of_one_adapter_serve_no_other():
+    pool = PagePool(num_pages=20, page_size=2, chunk=2, keep_prefixes=True)
+    prompt = [1, 2, 3, 4, 5]
+
+    def served(slot: int, adapter: int, pages: list[int]) -> list[int] | None:
+        pool.admit(slot, prompt, 9, adapter)
+        found = pool.begin(slot)
+        if found is not None:
+            pool.write(slot, len(prompt) - 1 - 2 * len(found))
+            pool.run(slot)
+            pool.keep(slot, pages)
+            pool.release(slot)
+        return found
+
+    pool.admit(0, prompt, 9, 1)
+    assert pool.begin(0) == [] and served(1, 2, [11, 12]) == []  # it does not wait for the other's
+    pool.release(0)
+    assert [served(0, adapter, [13, 14]) for adapter in (2, 1, 0)] == [[11, 12], [], []]
+    assert [pool.kept_of(prompt, adapter) for adapter in (1, 2, 3)] == [[13, 14], [11, 12], []]

@@ -144,7 +144,7 @@ def test_a_setting_that_is_none_is_not_set(field):
 
 
 def test_a_field_of_a_request_that_is_none_is_not_set():
-    fields = ("params", "priority", "deadline", "control", "draft_tokens")
+    fields = ("params", "priority", "deadline", "control", "draft_tokens", "adapter")
     unset = GenerationRequest(prompt="Once", **dict.fromkeys(fields))
     assert unset == GenerationRequest(prompt="Once") == GenerationRequest(prompt="Once", params=SamplingParams())
     asked = GenerationRequest(prompt="Once", control={"tolerance": None, "window": 8})

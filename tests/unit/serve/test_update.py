@@ -11,6 +11,9 @@ from byte_level import byte_level_folder
 
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
+from et_jax.serve.memory.page_pool import PagePool
+from et_jax.serve.saved_prefix import depends_on, enter, read
+from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 PROMPT = "It was a bright cold day in April"  # of more than a page
@@ -54,3 +57,31 @@ def test_weights_that_could_not_be_served_are_refused(models):
         next(events)
         with pytest.raises(UsageError, match=re.escape("serves requests; update it when they have ended.")):
             model.update(model.params)
+
+
+def test_a_saved_prefix_is_of_the_weights_that_read_it_and_needs_room(models, tmp_path, monkeypatch):
+    model, other = models
+    file, size = tmp_path / "prefix", model.decoder_config.page_size
+    assert model.save_prefix(PROMPT, file) == 2 * size
+    kept = [replica.pool.num_kept for replica in model.replicas().replicas]
+    assert model.load_prefix(file) == 2 * size
+    assert [replica.pool.num_kept for replica in model.replicas().replicas] == kept
+    with pytest.raises(UsageError, match="with another model, adapter or dtype"):
+        other.load_prefix(file)
+    with pytest.raises(UsageError, match="of which no chunk of 16 is kept; give a longer one"):
+        model.save_prefix("It", tmp_path / "short")
+    with contextlib.closing(model.stream(["It was"] * 2, max_tokens=64, ignore_eos=True)) as stream:
+        next(stream)
+        with pytest.raises(UsageError, match="before requests are served"):
+            model.load_prefix(file)
+    [replica] = model.replicas().replicas
+    config, told = replica.config, depends_on(replica)["model"]
+    replica.config = replace(config, model=replace(config.model, rope_theta=5.0))
+    assert depends_on(replica)["model"] != told
+    replica.config = replace(config, max_length=2 * size)
+    with pytest.raises(UsageError, match="max_model_len is 32; raise that"):
+        enter(replica, read(file, depends_on(replica)))
+    replica.config = config
+    monkeypatch.setattr(PagePool, "num_available", 1)
+    with pytest.raises(UsageError, match="takes 2 pages of 1 that are free"):
+        model.load_prefix(file)

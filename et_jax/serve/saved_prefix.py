@@ -1,0 +1,175 @@
+"""A prompt's cache pages in a file: written once, and put into the prefix cache of any process that serves the model.
+
+The file is a safetensors file: the tokens, and every array of their pages as bytes. Its metadata say what the pages
+depend on, and hold a checksum of all of it.
+"""
+
+import hashlib
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from et_jax.decode import slots
+from et_jax.decode.cache.eight_bits import dtype_name
+from et_jax.decode.slots import Pages
+from et_jax.errors import UsageError
+from et_jax.io.files import expanded, replace_file
+from et_jax.models.config import ModelConfig
+from et_jax.models.fingerprint import weights_fingerprint
+from et_jax.serve.replica import Replica, placed
+
+_FORMAT = 1
+_AGAIN = "save the prefix again"
+
+
+class Prefix(NamedTuple):
+    """The tokens of full pages, and all arrays of these, which lead with heads, layers of a stack, and pages."""
+
+    tokens: list[int]
+    arrays: list[Shaped[np.ndarray, "k l n ..."]]
+
+
+@placed()
+def kept(replica: Replica, prompt: list[int]) -> Prefix | None:
+    """Return what the prefix cache of a replica has of a prompt's beginning; None for nothing, or without a free slot.
+
+    The replica stands still.
+    """
+    pages, slot = replica.pool.kept_of(prompt), replica.free_slot
+    if not pages or slot is None:
+        return None
+    replica.device.share(slot, pages)
+    copies: list[Pages] = jax.device_get(replica.device.swap_out(slot, len(pages))[1])
+    replica.device.release(slot)
+    arrays = []
+    for parts in zip(*map(_arrays, copies), strict=True):
+        by_layer = [x.reshape(x.shape[0], depth, -1, *x.shape[2:]) for depth, x in parts]
+        arrays.append(np.concatenate(by_layer, axis=2)[:, :, : len(pages)])
+    return Prefix(prompt[: len(pages) * replica.config.page_size], arrays)
+
+
+@placed()
+def enter(replica: Replica, prefix: Prefix) -> None:
+    """Put pages into the prefix cache of a replica, which stands still. Raises UsageError where there is no room."""
+    tokens, slot, device, pool = prefix.tokens, replica.free_slot, replica.device, replica.pool
+    num_pages, together = pool.pages_for(len(tokens)), replica.config.pages_per_swap
+    if len(tokens) >= (most := replica.config.max_length):
+        raise UsageError(f"The prefix has {len(tokens)} tokens and max_model_len is {most}; raise that.")
+    if slot is None or pool.num_available < num_pages:
+        raise UsageError(
+            f"The prefix takes {num_pages} pages of {max(pool.num_available, 0)} that are free, and a slot; load it "
+            "before requests are served, or raise num_pages."
+        )
+
+    def part(x: Shaped[np.ndarray, "k l n ..."], first: int) -> Shaped[np.ndarray, "k m ..."]:
+        found = x[:, :, first : first + together]
+        padded = np.zeros((*found.shape[:2], together, *found.shape[3:]), found.dtype)
+        padded[:, :, : found.shape[2]] = found
+        return padded.reshape(len(x), -1, *x.shape[3:])
+
+    structure = jax.tree.structure(_shapes(replica))
+    parts = [structure.unflatten([part(x, first) for x in prefix.arrays]) for first in range(0, num_pages, together)]
+    pool.swap_in(slot, [*tokens, tokens[-1]], len(tokens), len(tokens))
+    device.evict(pool.settle())
+    device.fill(slot, len(tokens), parts)
+    device.keep(pool.keep(slot, jax.device_get(device.state.table.pages)[slot].tolist()))
+    pool.release(slot)
+    device.release(slot)
+
+
+def write(path: str | Path, prefix: Prefix, depends: dict[str, Any]) -> None:
+    """Write a prefix, and what it depends on, to a file. Raises UsageError where it cannot be written."""
+    tensors = {str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8) for i, x in enumerate(prefix.arrays)}
+    tensors |= {"tokens": np.asarray(prefix.tokens, np.int32)}
+    facts = json.dumps({"format": _FORMAT, "depends": depends})
+    replace_file(expanded(path), save(tensors, {"facts": facts, "blake2b": _digest(facts, tensors)}))
+
+
+def read(path: str | Path, depends: dict[str, Any]) -> Prefix:
+    """Return the prefix in a file. Raises UsageError where it is damaged, or of another model or other settings."""
+    path = place_of(path)
+    try:
+        with safe_open(path, "numpy") as reader:
+            metadata = reader.metadata() or {}
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 (no mapping)
+        if _digest(metadata["facts"], tensors) != metadata["blake2b"]:
+            raise ValueError("its digest differs")
+        facts = json.loads(metadata["facts"])
+        if facts["format"] != _FORMAT:
+            raise UsageError(f"{path} is of format {facts['format']}, not {_FORMAT}; {_AGAIN}.")
+        for name, wanted in depends.items():
+            if (was := facts["depends"][name]) != wanted:
+                raise UsageError(f"{path} was saved {_differing(name, was, wanted)}.")
+        tokens, arrays = tensors["tokens"].tolist(), []
+        for number, (dtype, lead, rest) in enumerate(depends["cache"]):
+            shape = *lead, len(tokens) // depends["page_size"], *rest
+            arrays.append(tensors[str(number)].view(np.dtype(dtype)).reshape(shape))
+    except UsageError:
+        raise
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged, or no saved prefix; {_AGAIN}.") from error
+    return Prefix(tokens, arrays)
+
+
+def place_of(path: str | Path) -> Path:
+    """Return where a saved prefix is. Raises UsageError where there is no file."""
+    if not os.path.isfile(place := expanded(path)):
+        raise UsageError(f"{path} is no file; name one that --save-prefix, or model.save_prefix, wrote.")
+    return place
+
+
+def _differing(name: str, was: Any, wanted: Any) -> str:
+    """Say what a prefix was saved with that is not as it is here, and what to do."""
+    if name == "model":
+        return f"with another model, adapter or dtype; {_AGAIN} with this one"
+    if name == "cache":
+        return f"under a control that keeps something else of a page; load it under that control, or {_AGAIN}"
+    return f"with {name} {was}, and here it is {wanted}; load the model so, or {_AGAIN}"
+
+
+def depends_on(replica: Replica) -> dict[str, Any]:
+    """Return what the pages of a prompt depend on, as values of JSON.
+
+    These are the weights, how they are read, and what is kept of a page; not how many sequences are served.
+    """
+    config, model = replica.config, hashlib.blake2b(digest_size=16)
+    for each, weights in zip(config.models, replica.device.weights, strict=True):
+        told = repr(each) if isinstance(each, ModelConfig) else each.architecture
+        model.update(f"{told} {weights_fingerprint(weights)}\n".encode())
+    return {
+        "model": model.hexdigest(),
+        "platform": jax.default_backend(),
+        "backend": config.backend,
+        "tensor_parallel": 1 if config.mesh is None else config.mesh.size,
+        "page_size": config.page_size,
+        "chunk": config.chunk,
+        "cache_dtype": dtype_name(config.cache_dtype),
+        "cache": [[x.dtype.name, [x.shape[0], depth], list(x.shape[2:])] for depth, x in _arrays(_shapes(replica))],
+    }
+
+
+def _shapes(replica: Replica) -> Pages:
+    """The shapes of pages as they are copied."""
+    read_pages = partial(slots.read_pages, replica.config)
+    return jax.eval_shape(read_pages, replica.device.state, np.int32(0), np.int32(0))
+
+
+def _arrays(pages: Pages) -> list[tuple[int, Any]]:
+    """The arrays of pages, each with the layers that it is of."""
+    return [(place.depth, x) for cache in pages for place in cache.layers for x in jax.tree.leaves(place)]
+
+
+def _digest(facts: str, tensors: dict[str, np.ndarray]) -> str:
+    digest = hashlib.blake2b(facts.encode(), digest_size=32)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.data)
+    return digest.hexdigest()
