@@ -3,7 +3,7 @@
     hub -> checkpoint -> params -> experts -> layers -> weights, config
                                 -> stacks -> config
                       -> families -> sources, config
-                      -> stored -> encodings, sources
+                      -> placing -> stored -> encodings, sources
            module_reading -> module -> calls, config
                 transformer -> params, stacks
 

@@ -4,7 +4,6 @@
 read, and every tensor (`models.stored`, `models.gguf`) before the first one is. A GGUF file may stand for a folder.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,29 +15,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from safetensors.numpy import save_file
 
 from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.gguf import GgufTensor, is_gguf
 from et_jax.io.schema import read_json
-from et_jax.models import gguf, sharding
+from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
-from et_jax.models.encodings import WEIGHT, Encoding, Scaled, encoding_of
+from et_jax.models.encodings import Encoding, encoding_of
 from et_jax.models.families.registry import config_to_hugging_face, family_of, from_hugging_face
-from et_jax.models.params import Params, describe, in_stacks
+from et_jax.models.params import Params, describe
+from et_jax.models.placing import cast, put_in_place, read_int8
 from et_jax.models.sources import Piece, Shape, Source, Sources, check_sources, tensor_shapes, tensors_of
 from et_jax.models.stored import (
     STORED,
-    Encoded,
     Stored,
     Tensors,
     check,
     embedding_of,
     has_own_head,
     headers,
-    read_full,
     read_piece,
     stored_as,
 )
@@ -47,11 +45,9 @@ from et_jax.models.weights import (
     Dense,
     Int8,
     is_weight,
-    looked_up,
     nodes,
     path_of_weight,
     quantized,
-    to_int8,
 )
 from et_jax.types import replace
 
@@ -217,10 +213,10 @@ def load(
     def node(described: Any, leaf: str, source: Source) -> Any:
         if added is not None and (more := added(leaf)) is not None:
             more += source.read(read, np.float32)
-            return _node(described, more, target, quantize)
+            return cast(described, more, target, quantize)
         if not is_weight(described):
             return source.read(read, target)
-        return Dense(array=source.read(read, target)) if quantize is None else _int8(source, tensors, read, target)
+        return Dense(array=source.read(read, target)) if quantize is None else read_int8(source, tensors, read, target)
 
     def read(piece: Piece) -> np.ndarray:
         tensor = tensors[piece.tensor]
@@ -228,67 +224,7 @@ def load(
 
     kinds, structure = jax.tree.flatten(describe(config), is_leaf=is_weight)
     nodes = [partial(node, kind, *source) for kind, source in zip(kinds, sources.items(), strict=True)]
-    return _put_in_place(config, structure.unflatten(nodes), stacked, mesh, target, quantize)
-
-
-def _node(described: Any, array: Float[np.ndarray, "..."], dtype: DTypeLike, quantize: str | None) -> Any:
-    """Return a float32 array as the leaf that is `described`."""
-    if not is_weight(described):
-        return array.astype(dtype)
-    return Dense(array=array.astype(dtype)) if quantize is None else to_int8(array, dtype)
-
-
-def _put_in_place(
-    config: ModelConfig, nodes: Params, stacked: bool, mesh: Mesh | None, dtype: DTypeLike, quantize: str | None
-) -> tuple[ModelConfig, Params]:
-    """Return the weights that functions give, called one at a time, on the default device or split over a mesh.
-
-    Beside them stands the model that they are of, over a mesh one with copies of its KV heads where they are too few.
-    """
-    places = None
-    if mesh is not None:
-
-        def copied(described: Any, node: Callable[[], Any]) -> Callable[[], Any]:
-            return lambda: sharding.copied(node(), described, original, mesh.size)
-
-        original, config = config, sharding.with_copies(config, mesh.size)
-        nodes = jax.tree.map(copied, describe(original), nodes, is_leaf=is_weight)
-        places = sharding.placements(config, mesh, dtype, quantize, stacked=stacked)
-
-    def put(node: Callable[[], Any] | _Layers, place: Any = None) -> Any:
-        if not isinstance(node, _Layers):
-            return jax.block_until_ready(jax.device_put(node(), place))
-        of_layer = jax.tree.map(sharding.of_layer, place)
-        one = put(node.layers[0], of_layer)
-        stack = _zeros(one, len(node.layers), place)
-        for turn, layer in enumerate(node.layers):
-            stack = jax.block_until_ready(_put_at(stack, put(layer, of_layer) if turn else one, turn))
-        return stack
-
-    nodes = in_stacks(nodes, config, lambda *layers: _Layers(layers)) if stacked else nodes
-    params = jax.tree.map(put, nodes) if places is None else jax.tree.map(put, nodes, places)
-    return config, replace(params, embedding=looked_up(params.embedding))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layers:
-    """The functions that give a weight of each layer of a stack."""
-
-    layers: tuple[Callable[[], Any], ...]
-
-
-def _zeros(one: Any, depth: int, place: Any) -> Any:
-    """Zeros for a stack of so many of `one`, in its place or on the default device."""
-    shapes, structure = jax.tree.flatten(one)
-    places = [None] * len(shapes) if place is None else jax.tree.leaves(place)
-    zeros = [jnp.zeros((depth, *x.shape), x.dtype, device=where) for x, where in zip(shapes, places, strict=True)]
-    return structure.unflatten(zeros)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_at(stack: Any, one: Any, turn: Int[Array, ""]) -> Any:
-    """The arrays of a stack with one layer's at its turn."""
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, turn, 0), stack, one)
+    return put_in_place(config, structure.unflatten(nodes), stacked, mesh, target, quantize)
 
 
 def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
@@ -369,7 +305,7 @@ def _restore(
     held = dict(enumerate(found))
     del params, found  # so that each array is let go once it is in its stack
     nodes = structure.unflatten([partial(held.pop, number) for number in sorted(held)])
-    return _put_in_place(config, nodes, stacked, mesh, target, quantize)
+    return put_in_place(config, nodes, stacked, mesh, target, quantize)
 
 
 def _encoding(folder: Path) -> Encoding | None:
@@ -385,18 +321,6 @@ def _dtype(asked: str, embedding: str, encoding: Encoding | None) -> DTypeLike:
     quantised = encoding is not None or embedding == gguf.QUANTISED
     usual = jnp.bfloat16 if quantised else STORED.get(embedding, jnp.float32)
     return DTYPES.get(asked, usual)
-
-
-def _int8(source: Source, tensors: Tensors, read: Callable[[Piece], np.ndarray], dtype: DTypeLike) -> Int8:
-    """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
-    stored = [tensors[piece.tensor] for piece in source.pieces]
-    first, encoding = stored[0], getattr(stored[0], "encoding", None)
-    if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_full:
-        parts = {name: read_full(part) for name, part in first.parts.items()}
-        scale = parts[encoding.scale].astype(np.float32).reshape(-1)
-        return Int8(array=parts[WEIGHT], scale=scale, dtype=np.dtype(dtype))
-    wide = jnp.bfloat16 if all(stored_as(one) == "BF16" for one in stored) else np.float32
-    return to_int8(source.read(read, wide), dtype)
 
 
 def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
