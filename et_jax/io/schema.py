@@ -25,6 +25,7 @@ MAX_INDEX_BYTES = 32 * 2**20
 MAX_TOKENIZER_BYTES = 256 * 2**20  # of a tokenizer.json or tokenizer.model; published ones reach 35 MB
 MAX_TEMPLATE_BYTES = 2**20
 MAX_LAYERS = 1024  # published models have up to about 130
+MAX_MODULES = 2**14  # that an adapter may name
 MAX_EOS_IDS = 8  # end tokens of a model, kept besides a request's own stop ids
 FETCH = "take the file from the model's repository again"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of half a character, or of one half of a pair
@@ -247,11 +248,13 @@ class AdapterFile(msgspec.Struct):
     peft_type: str
     r: Size
     lora_alpha: Annotated[float, Meta(ge=0, le=1e6)]
-    target_modules: str | list[str]
-    exclude_modules: str | list[str] | None = None
+    target_modules: Annotated[list[str], Meta(max_length=MAX_MODULES)] | str
+    exclude_modules: Annotated[list[str], Meta(max_length=MAX_MODULES)] | str | None = None
     use_rslora: bool = False
-    rank_pattern: dict[str, Size] | None = None
-    alpha_pattern: dict[str, Annotated[float, Meta(ge=0, le=1e6)]] | None = None
+    rank_pattern: Annotated[dict[str, Size], Meta(max_length=MAX_MODULES)] | None = None
+    alpha_pattern: Annotated[dict[str, Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=MAX_MODULES)] | None = (
+        None
+    )
     bias: str = "none"
     layers_to_transform: int | list[int] | None = None
     layers_pattern: str | list[str] | None = None

@@ -120,6 +120,7 @@ KINDS = {
     "rank": ({"r": 3}, rf"A and B of {Q} have the shapes \[2, 32\] and \[32, 2\], wanted \[3, 32\] and \[32, 3\]"),
     "pattern": ({"rank_pattern": {"self_attn.q_proj": 4}}, r"wanted \[4, 32\]"),
     "sizes": ({"r": 0}, "field r is 0"),
+    "many": ({"target_modules": ["q_proj"] * 20_000}, "field target_modules"),
     "target": ({"target_modules": ["q_proj", "c_attn"]}, "targets the module c_attn, which this model has not"),
     "more": (
         {"target_modules": ["q_proj"]},
