@@ -141,7 +141,8 @@ def test_a_check_reads_config_json_alone(folder, tmp_path, capfd):
         lines[0].startswith(f"{tmp_path} runs here: llama, ") and lines[1] == "weights in bfloat16, cache in bfloat16"
     )
     assert any(line.startswith("device cpu, attention by xla") for line in lines)
-    assert any(line.startswith("4 sequences of ") for line in lines) and lines[-1].endswith("that may be used")
+    assert any(line.startswith("4 sequences of ") for line in lines) and lines[-2].endswith("that may be used")
+    assert lines[-1].startswith("chips that hold it (--tensor-parallel): TPU v5e 1 (")
     for flags, measures in (["off"], 0), (["adaptive"], 1), (["adaptive", "--calibration", "none"], 0):
         out = check(values, "--min-context", "0", "--control", *flags)[1]
         assert out.count("loading measures it once") == measures
