@@ -37,9 +37,13 @@ MIXTRAL_INT8 = dataclasses.replace(MIXTRAL, name="mixtral_8x7b, int8, 32 layers"
 LLAMA = Decoding(name="llama3_8b, 32 layers", model=LLAMA3_8B, num_layers=32, **_SIZES)
 LARGE = Decoding(name="llama3_70b, int8, 80 layers", model=LLAMA3_70B, num_layers=80, quantize="int8", **_SIZES)
 # On which slice each is compiled; the last ones, whose paths others take, only where all programs are asked for.
-USUAL = (("v5e", "2x4", MIXTRAL), ("v6e", "2x4", MIXTRAL), ("v5e", "4x4", LARGE))
-SELDOM = (("v5e", "2x4", MIXTRAL_INT8), ("v5e", "2x2", LLAMA), ("v5e", "2x4", LLAMA))
-COLLECTIVES = {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"}  # once for all layers of a loop
+USUAL = (("v5e", "2x4", MIXTRAL), ("v6e", "2x4", MIXTRAL))
+SELDOM = (("v5e", "4x4", LARGE), ("v5e", "2x4", MIXTRAL_INT8), ("v5e", "2x2", LLAMA), ("v5e", "2x4", LLAMA))
+# Once for all layers of a loop. In 8 bits the scale of a row that is split is its greatest number over all chips.
+COLLECTIVES = {
+    None: {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"},
+    "int8": {"decode": "1 all-gather, 7 all-reduce", "prefill": "6 all-reduce"},
+}
 
 
 def slice_programs() -> list[Program]:
@@ -100,5 +104,5 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         in_place=True,
         on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
         memory=one.memory,
-        collectives=COLLECTIVES[function],
+        collectives=COLLECTIVES[decoding.quantize][function],
     )
