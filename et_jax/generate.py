@@ -120,7 +120,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return command.run(parser, _run, arguments, texts=("prompt", "system_prompt", "stop", "bad_word"))
+    return command.run(
+        parser, _run, arguments, texts=("prompt", "system_prompt", "stop", "bad_word", "regex", "choice")
+    )
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
@@ -310,6 +312,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.report.display import Status
     from et_jax.scope import platform
     from et_jax.serve.metrics import Metrics
+    from et_jax.serve.requests import GenerationRequest
 
     table = Path(args.output)
     source, output = Path(args.input), journal_of(table)
@@ -326,6 +329,8 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         summary = survey(lines, journal, args.prompt_column)
         if summary.done < summary.total:
             model = _load(args, engine, status)
+            if defaults.params.grammar is not None:  # which every line would fail by
+                model.sequences(0, GenerationRequest(prompt=(0,), params=defaults.params))
             model.warm_up()
             _load_prefix(args, model)
             status.clear()
@@ -414,6 +419,8 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
     names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
     told: dict[str, Any] = {"logprobs": _ALTERNATIVES} if args.report is not None and args.input is None else {}
     told |= {"stop": tuple(args.stop), "bad_words": tuple(args.bad_word), "logit_bias": flags.biases(args.logit_bias)}
+    told["choice"] = tuple(args.choice)
+    told["json_schema"] = "" if args.json_schema is None else flags.schema(args.json_schema)
     return SamplingParams(**{name: getattr(args, name) for name in names} | told)
 
 

@@ -33,6 +33,7 @@ _NUMBERS = {
 }
 _OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
     *("logit_bias", "allowed_token_ids", "bad_words"),
+    *("response_format", "json_schema", "regex", "choice"),
 }
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
 """What a line may set beside its prompt."""
@@ -45,7 +46,7 @@ _IGNORED = {
 # Fields not supported here, with the value under which they change nothing.
 _NEUTRAL = {
     **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": ""},
-    **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+    **{"tools": [], "tool_choice": "none", "modalities": ["text"]},
     **{"web_search_options": None},
 }
 
@@ -324,7 +325,9 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
         if len(ids) > MAX_STOP_IDS:
             raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
         given["stop_token_ids"] = tuple(ids)
-    for name, kind, wanted in (("allowed_token_ids", int, "token ids"), ("bad_words", str, "texts")):
+    lists = (("allowed_token_ids", int, "token ids"), ("bad_words", str, "texts"), ("choice", str, "texts"))
+    given |= _grammar(body)
+    for name, kind, wanted in lists:
         if name in body:
             given[name] = _listed(body, name, kind, wanted)
     if "logit_bias" in body:
@@ -332,6 +335,36 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
     given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
     wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
     return dataclasses.replace(defaults, **given), wants_logprobs
+
+
+def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The grammar of a line, which stands in for that of the job; a `response_format` of text says that it has none."""
+    named = [name for name in ("response_format", "json_schema", "regex", "choice") if name in body]
+    if len(named) > 1:
+        raise UsageError(f"{named[0]} is given with {named[1]}; a text follows one of them.")
+    none: dict[str, Any] = {"json_schema": "", "regex": "", "choice": ()}
+    if named and named[0] == "response_format":
+        return none | {"json_schema": _asked_schema(body["response_format"])}
+    for name, kinds, wanted in (("json_schema", (dict, str), "an object"), ("regex", str, "a text")):
+        if name in named and not isinstance(body[name], kinds):
+            raise UsageError(f"{name} is {shown(body[name])}; it must be {wanted}.")
+    return none | {name: body[name] for name in named if name != "choice"} if named else {}
+
+
+def _asked_schema(given: Any) -> Any:
+    """The schema that a `response_format` of OpenAI asks for, "" where it is text."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    inner = given.get("json_schema") if kind == "json_schema" else None
+    if kind == "text":
+        return ""
+    if kind == "json_object":
+        return {"type": "object"}
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise UsageError(
+            f'response_format is {shown(given)}; it must be {{"type": "text"}}, {{"type": "json_object"}} or '
+            '{"type": "json_schema", "json_schema": {"schema": {...}}}.'
+        )
+    return inner["schema"]
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[bool, int]:

@@ -1,11 +1,13 @@
 """Flags that several commands share."""
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io import knobs
+from et_jax.io import knobs, texts
 
 CACHE = ("cache_budget", "cache_policy")
 """The settings of cache compression, under the names of `EngineConfig`."""
@@ -58,6 +60,9 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="add to a token's logit; repeatable"
     )
+    group.add_argument("--json-schema", metavar="FILE", help="the text is JSON that follows the schema in this file")
+    group.add_argument("--regex", default="", metavar="TEXT", help="the text follows this regular expression")
+    group.add_argument("--choice", nargs="+", default=[], metavar="TEXT", help="the text is one of these")
     group.add_argument("--logprobs", type=int, default=0, help="alternatives of every token, in --json and --trace (0)")
     group.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     group.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
@@ -72,6 +77,18 @@ def biases(given: Sequence[str]) -> dict[int, float]:
             found[int(token)] = float(bias)
         except ValueError as error:
             raise UsageError(f"--logit-bias is {one}; write a token id and a number, as in 42=-1.5.") from error
+    return found
+
+
+def schema(file: str) -> dict[str, Any]:
+    """Return the schema in the file of `--json-schema`. Raises UsageError where there is none."""
+    text = texts.read_text(Path(file), "--json-schema")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {file} is not JSON ({error}); correct it.") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--json-schema {file} is not a JSON object; write a schema as {{...}}.")
     return found
 
 

@@ -35,20 +35,20 @@ from et_jax.types import pytree, replace, static, value
 class Signals:
     """What a step measured of one sequence. Laws only read it.
 
-    Entropies are in nats, varentropies in nats^2. `entropy`, `varentropy`, `margin` and `surprisal` are
-    raw: of the model's own distribution, before penalties and temperature; the first two at the
-    calibrated temperature where the model has one. `margin` is the difference of the two greatest logits,
-    in nats. `tempered_*` is after temperature, before truncation; `truncated_entropy` after
-    both. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
-    `kept_mass` is the share of attention mass on the blocks read, the minimum over layers and query heads:
-    a lower bound under a certified selector, else an estimate that may be too high. `attention_entropy` is that of
-    a query head over its blocks, from 0 to 1 (see `view.attention_entropy`): the mean over layers and heads,
-    and the minimum; NaN if no layer selected blocks for this token. `blocks_read` counts
-    blocks over layers and KV heads, `summaries_read` those scored for the selection. `cost` is in bytes, and
-    nominal: the cache reads and experts of this sequence, and its share of the other weights if every row of
-    the step is in use; the cost charged to a request (`TokenTrace.cost`) depends on the batch. `length` counts
-    tokens in the cache, `generated` those produced, `remaining` those still allowed; `arrival` orders
-    requests; `urgency` is set by the caller.
+    Entropies are in nats, varentropies in nats^2. `entropy`, `varentropy`, `margin` and `surprisal` are raw: of the
+    model's own distribution, before penalties and temperature; the first two at the calibrated temperature where the
+    model has one. `margin` is the difference of the two greatest logits, in nats. `tempered_*` is after temperature,
+    before truncation; `truncated_entropy` after both. `constrained_entropy` is the entropy of the tokens that a grammar
+    or `allowed_token_ids` permits, before penalties; the difference to `entropy` is what they decide. Without them it
+    equals `entropy`. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
+    `kept_mass` is the share of attention mass on the blocks read, the minimum over layers and query heads: a lower
+    bound under a certified selector, else an estimate that may be too high. `attention_entropy` is that of a query head
+    over its blocks, from 0 to 1 (see `view.attention_entropy`): the mean over layers and heads, and the minimum; NaN if
+    no layer selected blocks for this token. `blocks_read` counts blocks over layers and KV heads, `summaries_read`
+    those scored for the selection. `cost` is in bytes, and nominal: the cache reads and experts of this sequence, and
+    its share of the other weights if every row of the step is in use; the cost charged to a request (`TokenTrace.cost`)
+    depends on the batch. `length` counts tokens in the cache, `generated` those produced, `remaining` those still
+    allowed; `arrival` orders requests; `urgency` is set by the caller.
     """
 
     entropy: Float[Array, "*b"]
@@ -59,6 +59,7 @@ class Signals:
     tempered_entropy: Float[Array, "*b"]
     tempered_varentropy: Float[Array, "*b"]
     truncated_entropy: Float[Array, "*b"]
+    constrained_entropy: Float[Array, "*b"]
     surprisal: Float[Array, "*b"]
     kept_mass: Float[Array, "*b"]
     attention_entropy: Float[Array, "*b"]
@@ -95,6 +96,7 @@ _UNITS = {
     "tempered_entropy": "nats",
     "tempered_varentropy": "nats²",
     "truncated_entropy": "nats",
+    "constrained_entropy": "nats",
     "surprisal": "nats",
     "kept_mass": "share",
     "attention_entropy": "0 to 1",

@@ -39,7 +39,7 @@ def decode(
     *,
     variant: Variant | None = None,
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
-    """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is active.
+    """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is runnable.
 
     With `until_end` it also stops after a step that ends a sequence, because another may be waiting for the slot. A
     smaller `variant` has only the named abilities; without drafts it stops when the model self-drafts and a
@@ -55,7 +55,7 @@ def decode(
 
     def going(carry: tuple) -> Bool[Array, ""]:
         i, state, _, stop = carry
-        return (i < num_steps) & jnp.any(state.active) & ~stop
+        return (i < num_steps) & jnp.any(state.runnable) & ~stop
 
     def advance(carry: tuple) -> tuple:
         i, state, outputs, _ = carry
@@ -63,7 +63,7 @@ def decode(
         outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
         stop = until_end & jnp.any(output.finished | (output.fault > 0))
         if not variant.drafts and config.pruned is not None:
-            stop |= jnp.any(state.active & state.draft.wanted)
+            stop |= jnp.any(state.runnable & state.draft.wanted)
         return i + 1, state, outputs, stop
 
     start = jnp.int32(0), state, outputs, jnp.bool_(False)

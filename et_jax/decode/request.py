@@ -70,6 +70,7 @@ def request(
     allowed_token_ids: Sequence[int] | None = None,
     bad_words: Sequence[Sequence[int]] = (),
     min_tokens: int = 0,
+    constrained: bool = False,
 ) -> Request:
     """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
 
@@ -77,7 +78,7 @@ def request(
     are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
     `config.controller` by default; one of another structure raises ValueError. At most `num_drafted` tokens are drafted
     in a step, as many as the decoder can by default. `logit_bias`, `allowed_token_ids`, `bad_words` (as token ids) and
-    `min_tokens` are those of `steering.steering_fields`.
+    `min_tokens` are those of `steering.steering_fields`, and so is whether it is `constrained`.
     """
     laws = config.controller if control is None else control
     if jax.tree.structure(laws) != jax.tree.structure(config.controller):
@@ -121,6 +122,7 @@ def request(
         most = config.draft.most
         fields["num_drafted"] = np.int32(most if num_drafted is None else min(num_drafted, most))
     steered = {"bias": logit_bias or {}, "allowed": allowed_token_ids, "words": bad_words, "min_tokens": min_tokens}
+    steered["constrained"] = constrained
     steering = steering_fields(size, **steered) if config.penalties else None
     if steering is None and any(steered.values()):
         raise ValueError("penalties: got False, wanted True for a request that is steered")

@@ -17,6 +17,7 @@ from et_jax.decode.plant import PlantState
 from et_jax.decode.request import Request
 from et_jax.decode.sampling import settings as sampling
 from et_jax.decode.sampling.settings import TokenCounts
+from et_jax.decode.sampling.steering import UNLIMITED
 from et_jax.decode.state import DecodeState, fresh_control
 from et_jax.types import replace
 
@@ -48,6 +49,7 @@ def insert(config: DecoderConfig, state: DecodeState, slot: Int[Array, ""], requ
         generated=state.generated.at[slot].set(0),
         limit=state.limit.at[slot].set(request.limit),
         active=state.active.at[slot].set(request.limit > 0),
+        allowance=state.allowance.at[slot].set(UNLIMITED),
         arrival=state.arrival.at[slot].set(request.arrival),
         urgency=state.urgency.at[slot].set(request.urgency),
         stop_ids=state.stop_ids.at[slot].set(request.stop_ids),

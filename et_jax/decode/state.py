@@ -16,7 +16,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.fresh import blank_signals, fresh, law_numbers
 from et_jax.decode.plant import PlantState
 from et_jax.decode.sampling.settings import Sampling, TokenCounts, plain
-from et_jax.decode.sampling.steering import Steering, none
+from et_jax.decode.sampling.steering import UNLIMITED, Steering, none
 from et_jax.models.config import ModelShape
 from et_jax.models.stacks import depths_of, stacks_of
 from et_jax.types import pytree, replace
@@ -27,7 +27,8 @@ class DecodeState:
     """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
 
     `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
-    tokens were produced of at most `limit`. `laws` holds the numbers of every slot's laws, rules and
+    tokens were produced of at most `limit`. A slot pauses when its `allowance` of tokens, set by the host, is spent:
+    it does not age, nor does its noise advance. `laws` holds the numbers of every slot's laws, rules and
     selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
     are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
     `draft` how its drafts fare. `draft_laws` are the laws of their lengths, the same for all slots: the host may set
@@ -42,6 +43,7 @@ class DecodeState:
     generated: Int[Array, " b"]
     limit: Int[Array, " b"]
     active: Bool[Array, " b"]
+    allowance: Int[Array, " b"]
     arrival: Int[Array, " b"]
     urgency: Float[Array, " b"]
     stop_ids: Int[Array, "b i"]
@@ -60,6 +62,11 @@ class DecodeState:
     control: ControlState
     table: pages.PageTable
     plants: tuple[PlantState, ...]
+
+    @property
+    def runnable(self) -> Bool[Array, " b"]:
+        """Which slots have a sequence that may produce a token."""
+        return self.active & (self.allowance > 0)
 
     @property
     def num_cached(self) -> Int[Array, " b"]:
@@ -104,6 +111,7 @@ def empty(config: DecoderConfig) -> DecodeState:
         generated=integers(b),
         limit=integers(b),
         active=jnp.zeros(b, bool),
+        allowance=jnp.full(b, UNLIMITED, jnp.int32),
         arrival=integers(b),
         urgency=numbers(),
         stop_ids=jnp.full((b, config.num_stop_ids), -1, jnp.int32),

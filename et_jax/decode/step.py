@@ -28,6 +28,7 @@ from et_jax.decode.once import run_if
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import PlantState, Weights, check_weights, costs
 from et_jax.decode.rows import Rows, at_slots
+from et_jax.decode.sampling.steering import forced_ahead
 from et_jax.decode.state import DecodeState
 from et_jax.decode.verify import advance, undrafted, verify
 from et_jax.decode.work import Work, by_position, no_work, of_tokens
@@ -97,7 +98,7 @@ def choose(
 
     A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
     """
-    runnable = state.active & ready
+    runnable = state.runnable & ready
     signals = replace(
         state.signals,
         length=state.length,
@@ -213,11 +214,12 @@ def reserve_drafts(
 
     Returns how many tokens each row drafts, as far as its sequence does at all: those `guessed` before, or its own.
     """
-    wanted, left = rows.take((state.draft.length, state.limit - state.generated))
+    wanted, left, allowance = rows.take((state.draft.length, state.limit - state.generated, state.allowance))
     if state.heavy_blocks is not None:  # who has noted nothing of the newest token does so first
         wanted = jnp.where(jnp.any(rows.take(state.heavy_blocks) != 0, axis=(1, 2, 3)), wanted, 0)
     if guessed is not None:
         wanted = jnp.where(guessed.count > 0, guessed.count, wanted)
+    wanted = jnp.minimum(wanted, allowance - 1)
     count = drafting.allowed(rows.run, jnp.minimum(wanted, _room_ahead(config, state, rows)), left, how.most)
     blocks = jnp.where(count > 0, (rows.place + count) // config.page_size + 1, 0)
     most = how.most // config.page_size + 1
@@ -243,10 +245,23 @@ def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Ar
 
 
 def guessed_before(how: Drafting, state: DecodeState, rows: Rows) -> Drafts | None:
-    """Return the guesses of what is asked before the drafter, as many as its law wants; None where nothing is."""
-    if how.before is None or state.draft.before is None:
-        return None
-    return guesses(how.before, state, rows, rows.take(state.draft.before.length))
+    """Return what a grammar forces, and the guesses of what is asked before the drafter, as many as its law wants.
+
+    None where there can be neither.
+    """
+    found = None
+    if how.before is not None and state.draft.before is not None:
+        found = guesses(how.before, state, rows, rows.take(state.draft.before.length))
+    if state.steering is None:
+        return found
+    steering, allowance, most = rows.take((state.steering, state.allowance, state.draft.most))
+    token, count = forced_ahead(steering, allowance, how.most)
+    forced = Drafts(token=token, count=jnp.minimum(count, most))
+    if found is None:
+        return forced
+    bound = forced.count > 0
+    count = jnp.where(bound, forced.count, found.count)
+    return Drafts(token=jnp.where(bound[:, None], forced.token, found.token), count=count)
 
 
 def propose(

@@ -20,8 +20,9 @@ from et_jax.decode.drafting.drafts import Drafting, Drafts
 from et_jax.decode.output import StepOutput
 from et_jax.decode.rows import Rows
 from et_jax.decode.sampling import settings as sampling
-from et_jax.decode.sampling.sample import Sampled, sample
+from et_jax.decode.sampling.sample import Sampled, constrained_entropy, sample
 from et_jax.decode.sampling.settings import Sampling
+from et_jax.decode.sampling.steering import UNLIMITED
 from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
 
@@ -123,7 +124,9 @@ def verify(
     _, after, outputs, _, accepted = jax.lax.while_loop(more, go_on, (jnp.int32(0), light, outputs, rows.run, nothing))
     counts = rows.spread(config.num_slots, {"drafted": drafts.count, "accepted": accepted})
     outputs = replace(outputs, **{name: getattr(outputs, name).at[0].set(each) for name, each in counts.items()})
-    draft = fared(after, rows, drafts.count, accepted, drafts.before)
+    free = rows.take(state.allowance) == UNLIMITED  # tokens that a grammar forces say nothing about the drafter
+    drafted, held = (jnp.where(free, each, 0) for each in (drafts.count, accepted))
+    draft = fared(after, rows, drafted, held, drafts.before)
     needed = -(-rows.placed(rows.take(after.length)) // config.page_size)
     most = last // config.page_size + 1
     surplus = rows.spread(config.num_slots, jnp.where(rows.run, rows.take(after.table.num_blocks) - needed, 0))
@@ -196,6 +199,7 @@ def measure(
         entropy_low=estimate.low,
         entropy_high=estimate.high,
         margin=entropy.margin(logits, raw),
+        constrained_entropy=constrained_entropy(state, rows, logits, at, estimate.entropy),
         kept_mass=stats.kept_mass,
         attention_entropy=jnp.where(scored, stats.entropies / jnp.maximum(stats.num_entropies, 1.0), jnp.nan),
         least_attention_entropy=jnp.where(scored, stats.least_entropy, jnp.nan),
@@ -238,7 +242,8 @@ def commit(
     first: Bool[Array, ""] | bool,
 ) -> DecodeState:
     """Write the rows' results back into their slots if a token was produced; the others keep waiting."""
-    waited = jnp.where(first, jnp.where(state.active, state.control.wait + 1, 0), state.control.wait)
+    paused = ~jnp.asarray(first) | (state.active & ~state.runnable)
+    waited = jnp.where(paused, state.control.wait, jnp.where(state.active, state.control.wait + 1, 0))
     slots = (state.token, state.length, state.generated, state.signals, state.logits)
     new = (
         sampled.token,
@@ -255,6 +260,8 @@ def commit(
         counts = sampling.count(counts, rows.slot, sampled.token, verdict.produced)
     slot = jnp.arange(len(state.text)) if rows.slot is None else rows.slot
     place = jnp.where(verdict.produced, rows.position + 1, state.text.shape[1])
+    allowance = rows.take(state.allowance)
+    spent = (verdict.produced & (allowance < UNLIMITED)).astype(jnp.int32)
     return replace(
         state,
         text=state.text.at[slot, place].set(sampled.token, mode="drop"),
@@ -262,6 +269,7 @@ def commit(
         length=length,
         generated=generated,
         active=rows.put(state.active, stays),
+        allowance=rows.put(state.allowance, allowance - spent),
         counts=counts,
         signals=signals,
         logits=last,

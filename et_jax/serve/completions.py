@@ -23,24 +23,24 @@ _GIVE = "give what generate or read_trace returned"
 class TokenTrace:
     """One token, and the state of affairs when it was sampled.
 
-    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is
-    the one it was sampled at. `blocks_read` of `blocks_held` blocks were read, over layers and KV heads; `share_bytes`
-    is what that moved, with the summaries and codes that were looked at to choose, over the bytes of all blocks held:
-    above 1 where choosing costs more than it saves, None where two models take turns.
-    `attention_entropy` and the least of it are as in `Signals`, None where no layer chose blocks.
-    `entropic_time` (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own
-    blocks and summaries, and the weights divided by the sequences that its step brought a token, so it
-    depends on the company, as what laws see (`Signals.cost`) does not. `flops` are its own FLOPs.
-    `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is what the
-    token added to the text, empty while a character is incomplete. `top` lists alternatives as (token,
-    log-probability). `accepted` tokens had been drafted and cost no step of their own; the first token of each
-    step says how many were `drafted` in it, and is charged for those that were not accepted. `by_small` tells whether
-    the small one of two models that take turns said it, whose own the figures are then, None where one model serves; it
-    is charged for all that both did since the token before. Of `audited` words of one model, which the other caught up
-    with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by layer and KV head, as in
-    `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where the small one of two
-    models that take turns said the token, for its layers are others. `experts` is to how many experts the token before
-    it went, over all layers, and those drafted with that; None where the model is no mixture.
+    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is the one it was
+    sampled at. `constrained_entropy` is that of the tokens that a grammar or `allowed_token_ids` left, None without
+    them: what it is below `entropy` they have decided. `blocks_read` of `blocks_held` blocks were read, over layers and
+    KV heads; `share_bytes` is what that moved, with the summaries and codes that were looked at to choose, over the
+    bytes of all blocks held: above 1 where choosing costs more than it saves, None where two models take turns.
+    `attention_entropy` and the least of it are as in `Signals`, None where no layer chose blocks. `entropic_time`
+    (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own blocks and summaries, and the
+    weights divided by the sequences that its step brought a token, so it depends on the company, as what laws see
+    (`Signals.cost`) does not. `flops` are its own FLOPs. `guard_rates` is the share of tokens so far that each counting
+    guard has flagged. `text` is what the token added to the text, empty while a character is incomplete. `top` lists
+    alternatives as (token, log-probability). `accepted` tokens had been drafted and cost no step of their own; the
+    first token of each step says how many were `drafted` in it, and is charged for those that were not accepted.
+    `by_small` tells whether the small one of two models that take turns said it, whose own the figures are then, None
+    where one model serves; it is charged for all that both did since the token before. Of `audited` words of one model,
+    which the other caught up with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by
+    layer and KV head, as in `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where
+    the small one of two models that take turns said the token, for its layers are others. `experts` is to how many
+    experts the token before it went, over all layers, and those drafted with that; None where the model is no mixture.
     """
 
     token: int
@@ -55,6 +55,7 @@ class TokenTrace:
     entropic_time: float
     cost: float
     flops: float
+    constrained_entropy: float | None = None
     attention_entropy: float | None = None
     least_attention_entropy: float | None = None
     share_bytes: float | None = None
@@ -282,6 +283,7 @@ def _title(row: TokenTrace) -> str:
     """The figures of a token, a line each."""
     said = [
         f"entropy {formatted(row.entropy, '.3f')} nats",
+        *([f"{left:.3f} nats under the grammar"] if (left := row.constrained_entropy) is not None else []),
         f"surprisal {formatted(row.surprisal, '.3f')} nats",
         f"temperature {formatted(row.temperature, '.3g')}",
         *([f"read {row.blocks_read} of {row.blocks_held} blocks"] if row.blocks_read < row.blocks_held else []),

@@ -3,7 +3,7 @@
 Which slots and pages those are is decided elsewhere; here slots are numbers and pages lists of numbers.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +18,7 @@ from et_jax.decode.fresh import law_numbers
 from et_jax.decode.output import StepOutput
 from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
+from et_jax.decode.sampling.steering import MOST_FORCED, UNLIMITED
 from et_jax.decode.slots import Pages, SlotRow
 from et_jax.decode.state import DecodeState, wants_drafts
 from et_jax.io import later
@@ -25,6 +26,7 @@ from et_jax.models.model import device_of
 from et_jax.serve import chunks
 from et_jax.serve.programs.executables import Kept
 from et_jax.serve.programs.few_rows import FewRows
+from et_jax.text.grammar import Bits
 from et_jax.types import replace
 
 
@@ -112,6 +114,19 @@ class Device:
     def insert(self, slot: int, asked: Request) -> None:
         """Start a sequence whose prompt is in the cache."""
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
+
+    def constrain(self, ahead: Mapping[int, tuple[list[int], Bits]]) -> None:
+        """Say of some slots which tokens are forced next, and what may be drawn after them; then they pause."""
+        slots, steering = self.config.num_slots, self.state.steering
+        assert steering is not None
+        bits = np.full(steering.next.shape, 0xFFFFFFFF, np.uint32)
+        forced = np.full((slots, MOST_FORCED), -1, np.int32)
+        allowance = np.full(slots, UNLIMITED, np.int32)
+        for slot, (tokens, after) in ahead.items():
+            bits[slot], allowance[slot] = after, 1 + len(tokens)
+            forced[slot, MOST_FORCED - len(tokens) :] = tokens
+        bits, forced, allowance = jax.device_put((bits, forced, allowance), self._where)
+        self.state = replace(self.state, allowance=allowance, steering=replace(steering, forced=forced, next=bits))
 
     def decode(
         self, num_steps: int, running: int, *, may_choose: bool = True, until_end: bool

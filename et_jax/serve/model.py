@@ -40,7 +40,7 @@ from et_jax.serve.scoring import Score, scored
 from et_jax.serve.sequence import Sequence
 from et_jax.serve.streams import serve
 from et_jax.serve.use import Use, check_untraced, untraced
-from et_jax.text import Tokenizer
+from et_jax.text import Grammars, Tokenizer
 from et_jax.types import replace
 
 Structure = tuple[Any, frozenset[Keep]]
@@ -79,6 +79,7 @@ class Model:
         self._weights: Weights | None = weights
         self._others = others
         self.settings, self.config, self.decoder_config = settings, config.model, config
+        self._grammars = Grammars(tokenizer, config.model.vocab_size)
         self.metrics = Metrics()
         self._plan, self._remarks, self._tell = plan, remarks, progress
         self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
@@ -378,7 +379,7 @@ class Model:
         config = self._configuration(control)
         adapters = tuple(self.settings.adapters or ())
         return sequences_of(
-            request, prompt_index, tokenizer=self.tokenizer, config=config, name=self.name, adapters=adapters
+            request, prompt_index, grammars=self._grammars, config=config, name=self.name, adapters=adapters
         )
 
     def _serve(

@@ -12,13 +12,14 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import KNOBS
 from et_jax.control.settings import adjusted
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.sampling.steering import WORD_TOKENS
+from et_jax.decode.sampling.steering import WORD_TOKENS, allowed_bits
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence, Text
-from et_jax.text import Tokenizer
+from et_jax.text import Grammars, Tokenizer
+from et_jax.text.grammar import Matcher
 
 _BYTES_PER_BYTE = 4  # a tokenizer's normaliser may write one byte for so many: full-width letters, styled digits
 _WANTED = "a text, a list of token ids, a GenerationRequest, or a list of those"
@@ -48,7 +49,7 @@ def sequences_of(
     request: GenerationRequest,
     prompt_index: int,
     *,
-    tokenizer: Tokenizer,
+    grammars: Grammars,
     config: DecoderConfig,
     name: str,
     adapters: tuple[str, ...] = (),
@@ -60,7 +61,7 @@ def sequences_of(
 
     Raises UsageError where it cannot be served.
     """
-    prompt, params, length = request.prompt, request.params, config.max_length
+    prompt, params, length, tokenizer = request.prompt, request.params, config.max_length, grammars.tokenizer
     laws, adapter = _laws(config.controller, request.control), request.adapter
     if adapter is not None and adapter not in adapters:
         there = f"choose from {', '.join(map(values.excerpt, adapters))}" if adapters else "load it with adapters"
@@ -85,6 +86,13 @@ def sequences_of(
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids))
     bad_words = _steered(params, stop_ids, tokenizer, config.model.vocab_size, name)
+
+    def matcher() -> Matcher | None:
+        if params.grammar is None:
+            return None
+        own = allowed_bits(config.model.vocab_size, params.allowed_token_ids or None, bad_words)
+        return grammars.matcher(params.grammar, own, forces=not params.allowed_token_ids and not bad_words)
+
     return [
         Sequence(
             request=request,
@@ -97,6 +105,7 @@ def sequences_of(
             limit=limit,
             stop_ids=stop_ids,
             bad_words=bad_words,
+            matcher=matcher(),
             text=Text(tokenizer, params.stop),
         )
         for index in range(params.n)

@@ -132,6 +132,7 @@ class Burst:
             varentropy=signals.varentropy[place][slot],
             temperature=output.temperature[place][slot],
             surprisal=signals.surprisal[place][slot],
+            constrained_entropy=signals.constrained_entropy[place][slot],
             blocks_read=blocks_read,
             blocks_held=held,
             share_bytes=moved / (held * model.block) if by_small is None else None,

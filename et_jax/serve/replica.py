@@ -15,6 +15,8 @@ from et_jax.decode import faults
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights, costs
+from et_jax.decode.sampling.steering import MOST_FORCED
+from et_jax.errors import UsageError
 from et_jax.scope import own_settings
 from et_jax.serve import chunks, scheduler
 from et_jax.serve.clocks.step_clock import StepClock
@@ -27,9 +29,11 @@ from et_jax.serve.programs.compilation import made
 from et_jax.serve.queue import Queue
 from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
+from et_jax.text.grammar import Bits
 from et_jax.types import replace
 
 _BURST_SECONDS = 0.05
+_CONSTRAINED_SHARE = 0.8  # of that beside a grammar, whose sequences get one token in a burst that is not forced
 _LOG = logging.getLogger(__name__)
 
 
@@ -67,12 +71,13 @@ class Replica:
     ) -> None:
         self.config, self.queue, self.metrics = decoder.config, queue, metrics
         self.device = Device(weights, decoder)
+        self._most_per_step = 1 if self.config.draft is None else 1 + self.config.draft.most
         self.pool = PagePool(
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
             chunk=self.config.chunk,
             keep_prefixes=keep_prefixes,
-            most_per_step=1 if self.config.draft is None else 1 + self.config.draft.most,
+            most_per_step=self._most_per_step,
             compressing=_compressing(self.config),
         )
         self.slots: dict[int, Sequence] = {}
@@ -339,12 +344,13 @@ class Replica:
 
     def _decode(self, pending: bool) -> None:
         """Run a burst: one step while prompts are `pending`, else as many as the clock allows."""
+        ahead = self._constrain()
         if not self._with(Status.RUNNING):
             return
         if any(sequence.deadline is not None for sequence in self.slots.values()):
             self.device.set_urgency({slot: sequence.urgency for slot, sequence in self.slots.items()})
         most = self.pool.steps_to_point
-        steps = 1 if pending else self._steps
+        steps = 1 if pending else self._steps_beside(ahead)
         steps = self._make_room(steps if most is None else min(steps, most))
         promises, self.device.promises = self.device.promises, []
         running = self._with(Status.RUNNING).values()
@@ -380,6 +386,29 @@ class Replica:
                     sequence.unpaid = row.unpaid
                     self._take(slot, sequence, row)
         self._compress()
+
+    def _steps_beside(self, ahead: dict[int, tuple[list[int], Bits]]) -> int:
+        """Return the steps of a burst in which some sequences have as many tokens `ahead` as a grammar says.
+
+        Where all have one, it is the number that brings most tokens, if what comes between two bursts takes a step.
+        """
+        if len(ahead) < len(self._with(Status.RUNNING)):
+            return max(1, round(self._steps * _CONSTRAINED_SHARE)) if ahead else self._steps
+        lengths = [-(-(1 + len(forced)) // self._most_per_step) for forced, _ in ahead.values()]
+        return max(range(1, 1 + max(lengths)), key=lambda n: sum(min(n, length) for length in lengths) / (n + 1))
+
+    def _constrain(self) -> dict[int, tuple[list[int], Bits]]:
+        """Say what the sequences with a grammar may draw next, and return it."""
+        ahead = {}
+        for slot, sequence in self._with(Status.RUNNING).items():
+            if sequence.matcher is not None:
+                try:
+                    ahead[slot] = sequence.matcher.ahead(MOST_FORCED)
+                except Exception as failure:
+                    self._fail(sequence, failure)
+        if ahead:
+            self.device.constrain(ahead)
+        return ahead
 
     def _compress(self) -> None:
         """Compress the sequences whose point has come; there are pages for that since room was made for the burst."""
@@ -423,4 +452,6 @@ def _compressing(config: DecoderConfig) -> Compressing | None:
 
 def _sentence(failure: Exception) -> str:
     """What the completion of a sequence says that failed on the host."""
+    if isinstance(failure, UsageError):
+        return str(failure)
     return f"Serving this request failed ({type(failure).__name__}: {str(failure)[:200]}); the others go on."

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -11,6 +12,7 @@ from et_jax.control.draft import MOST_DRAFTED
 from et_jax.decode.sampling.steering import MOST_BIASED, MOST_WORDS
 from et_jax.errors import UsageError
 from et_jax.io import values
+from et_jax.text import Grammar
 
 MAX_N = 1024  # continuations of one prompt
 MAX_STOPS = 64  # stop strings of a request,
@@ -18,6 +20,7 @@ MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them cost
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
 MAX_WORDS = MOST_WORDS // 2  # each is forbidden with a space before it too
+MAX_GRAMMAR = 2**17  # characters of a schema, of a regular expression, or of all texts of a choice
 MAX_PENALTY = 1_000_000  # which rules a token out, or has it always, and is far from where float32 ends
 _TEXTS = "a text or a list of texts that are not empty"
 _PROMPT = "a text or a list of token ids"
@@ -63,6 +66,9 @@ class SamplingParams:
     tokens that it names; of `allowed_token_ids`, unless there are none, a token is drawn. The usual tokens of
     `bad_words`, with and without a space before the word, are not drawn to their end; other tokens may spell the same.
 
+    At most one grammar says what the text must be: `json_schema`, an object or its JSON, for a JSON value; `regex`, in
+    the syntax of Rust's crate of that name; `choice`, for one of these texts. See `text.grammar`.
+
     Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
     None has its default. Raises UsageError for a value of another type or out of range.
     """
@@ -90,6 +96,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    json_schema: str | Mapping[str, Any] = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         values.fill_unset(self)
@@ -111,6 +120,57 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         for name in ("ignore_eos", "p_less"):
             object.__setattr__(self, name, values.boolean(name, getattr(self, name)))
+        object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        object.__setattr__(self, "regex", _regex(self.regex))
+        object.__setattr__(self, "choice", _choice(self.choice))
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
+        if len(given) > 1:
+            raise UsageError(f"{given[0]} is given with {given[1]}; a text follows one of them.")
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must follow, if anything."""
+        if self.choice:
+            return Grammar("choice", json.dumps(self.choice, ensure_ascii=False))
+        if self.regex:
+            return Grammar("regex", self.regex)
+        return Grammar("json_schema", str(self.json_schema)) if self.json_schema else None
+
+
+def _schema(given: Any) -> str:
+    """A schema as JSON on one line, its keys in their order."""
+    given = values.plain(given)
+    if given == "" and isinstance(given, str):
+        return ""
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(found if isinstance(found, dict) else dict(found), ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"json_schema is {values.shown(given)}; it must be an object, or the JSON of one.") from error
+    return _sized("json_schema", text)
+
+
+def _regex(given: Any) -> str:
+    regex = values.plain(given)
+    if not isinstance(regex, str) or values.broken_at(regex) is not None:
+        raise UsageError(f"regex is {values.shown(regex)}; it must be a regular expression, a text.")
+    return _sized("regex", regex)
+
+
+def _choice(given: Any) -> tuple[str, ...]:
+    texts = values.plain(given)
+    fine = values.is_list(texts) and all(isinstance(text, str) and text for text in texts)
+    if not fine or any(values.broken_at(text) is not None for text in texts):
+        raise UsageError(f"choice is {values.shown(texts)}; it must be a list of texts that are not empty.")
+    _sized("choice", "".join(texts))
+    return tuple(map(values.plain, texts))
+
+
+def _sized(name: str, text: str) -> str:
+    if len(text) > MAX_GRAMMAR:
+        raise UsageError(f"{name} has {len(text)} characters; it may have {MAX_GRAMMAR} at most.")
+    return text
 
 
 def _stops(given: Any) -> tuple[str, ...]:

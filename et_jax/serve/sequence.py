@@ -14,6 +14,7 @@ from et_jax.serve.completions import Completion, FinishReason, PromptRead, Token
 from et_jax.serve.records import NOTHING, Charge
 from et_jax.serve.requests import GenerationRequest
 from et_jax.text import Detokenizer, Tokenizer
+from et_jax.text.grammar import Matcher
 from et_jax.text.stop_strings import StopStrings
 
 _SAMPLING = (
@@ -67,12 +68,12 @@ class Sequence:
     """One continuation of one request, number `index` of the `prompt_index`-th, which may produce `limit` tokens.
 
     `laws` control it, and `adapter` is the number of its adapter, 0 for none. `prompt_ids` are the tokens of `prompt`,
-    `bad_words` those of what it must not write. `deliver` is called with every event. `arrival` numbers submissions and
-    `turn` first admissions; `arrived` and `admitted` are their times. `slot` is that of the replica it is in. While it
-    is swapped out, `row` is what the device knew of the slot and `swapped` what its pages held. Of the tokens that it
-    wrote compression left out `left_out`. Steps that brought it no token are `unpaid`: its next one pays for them.
-    `prompt_read` is what a budget read of its prompt. Its caller sets `abandoned` when it wants no more of it: the next
-    round of a replica ends it.
+    `bad_words` those of what it must not write. A grammar's `matcher` says what it may write next. `deliver` is called
+    with every event. `arrival` numbers submissions and `turn` first admissions; `arrived` and `admitted` are their
+    times. `slot` is that of the replica it is in. While it is swapped out, `row` is what the device knew of the slot
+    and `swapped` what its pages held. Of the tokens that it wrote compression left out `left_out`. Steps that brought
+    it no token are `unpaid`: its next one pays for them. `prompt_read` is what a budget read of its prompt. Its caller
+    sets `abandoned` when it wants no more of it: the next round of a replica ends it.
     """
 
     request: GenerationRequest
@@ -85,6 +86,7 @@ class Sequence:
     adapter: int = 0
     stop_ids: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: Matcher | None = None
     text: Text
     trace: list[TokenTrace] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING
@@ -154,17 +156,23 @@ class Sequence:
             allowed_token_ids=params.allowed_token_ids or None,
             bad_words=self.bad_words,
             min_tokens=params.min_tokens,
+            constrained=self.matcher is not None,
             **{name: getattr(params, name) for name in (*_SAMPLING, *_PENALTIES)},
         )
 
     def take(self, row: TokenTrace, finished: bool) -> TokenEvent:
-        """Add a token; the event is the last if the token is, or if it completes a stop string."""
+        """Add a token; the event is the last if the token is, or if it completes a stop string or the grammar."""
         ends_text = finished and row.token in self.stop_ids
         piece = "" if ends_text else self.text.push(row.token)
+        if self.matcher is not None:
+            self.matcher.take(row.token)
+        elif not self.request.params.allowed_token_ids:
+            row = dataclasses.replace(row, constrained_entropy=None)
         self.trace.append(dataclasses.replace(row, text=piece))
-        if not finished and not self.text.stopped:
+        ended = ends_text or self.text.stopped or (self.matcher is not None and self.matcher.complete)
+        if not finished and not ended:
             return self._event(piece, self.trace[-1], None)
-        reason = "stop" if ends_text or self.text.stopped else "length"
+        reason = "stop" if ended else "length"
         return dataclasses.replace(self.end(reason, piece), trace=self.trace[-1])
 
     def end(self, reason: FinishReason, piece: str = "", error: str | None = None) -> TokenEvent:

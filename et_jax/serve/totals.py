@@ -59,7 +59,8 @@ class Totals:
 
     `entropic_time` is in nats, `cost` in bytes. `bytes_moved` of the cache and `bytes_held` count in the bytes of a
     block, over the tokens of which that is known. Entropies (nats; of attention, from 0 to 1), surprisal (nats) and
-    the attention mass of a prompt are means over the tokens, or prompts, that have one. `by_turns` tokens are of models
+    the attention mass of a prompt are means over the tokens, or prompts, that have one. `decided` is the share of the
+    entropy of constrained tokens that was gone under their constraint. `by_turns` tokens are of models
     that take turns, `by_small` of them the small one's. `temperatures` are the least and the greatest, and of each
     guard the worst of the completions' rates counts.
     """
@@ -70,6 +71,8 @@ class Totals:
     flops: Figure
     entropy: Figure
     surprisal: Figure
+    constrained_entropy: Figure
+    decided: Figure
     attention_entropy: Figure
     temperatures: tuple[Figure, Figure] | None
     blocks_read: int
@@ -96,6 +99,7 @@ class Totals:
         rows = [row for completion in completions for row in completion.trace]
         prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
         moved = [row for row in rows if row.share_bytes is not None]
+        bound = [(row.entropy, row.constrained_entropy) for row in rows if row.constrained_entropy is not None]
         heats = known(row.temperature for row in rows)
         rates: dict[str, list[Figure | None]] = {}
         for completion in completions:
@@ -108,6 +112,8 @@ class Totals:
             flops=sum(completion.flops for completion in completions),
             entropy=mean(row.entropy for row in rows),
             surprisal=mean(row.surprisal for row in rows),
+            constrained_entropy=mean(left for _, left in bound),
+            decided=1 - ratio(sum(left for _, left in bound), sum(whole for whole, _ in bound)),
             attention_entropy=mean(row.attention_entropy for row in rows),
             temperatures=(min(heats), max(heats)) if heats else None,
             blocks_read=sum(row.blocks_read for row in rows),
@@ -168,6 +174,7 @@ class Totals:
             "nats_per_byte": known_or_none(self.efficiency),
             "mean_entropy": known_or_none(self.entropy),
             "mean_surprisal": known_or_none(self.surprisal),
+            "mean_constrained_entropy": known_or_none(self.constrained_entropy),
             "share_read": known_or_none(self.share_read),
             "share_bytes": known_or_none(self.share_bytes),
             "least_mass_kept": known_or_none(self.least_mass_kept),
@@ -196,6 +203,8 @@ class Totals:
             share = f", {100 * self.share_bytes:.0f}% of bytes" if math.isfinite(self.share_bytes) else ""
             kept = formatted(self.least_mass_kept, ".3f")
             said.append(f"read {100 * self.share_read:.0f}% of blocks{share}, kept at least {kept}")
+        if math.isfinite(self.decided):
+            said.append(f"{100 * self.decided:.0f}% of the entropy decided by the grammar")
         if self.prompt_blocks_held:
             said.append(f"{100 * self.prompt_share_read:.0f}% of blocks read of the prompt")
         if math.isfinite(self.prompt_mass_kept):

@@ -33,10 +33,11 @@ class Backend(Protocol):
     if no later id can change the text up to it, except an unfinished character, shown as U+FFFD. `split`
     parts a text into special ids and the text between them; `encode_plain` reads a special token's text as
     any other, `opens` if it begins the text. `longest` is an upper bound of the bytes per id.
-    `pieces` are those of all visible ids, as the file writes them.
+    `pieces` are those of all visible ids, as the file writes them. All ids are below `num_ids`.
     """
 
     longest: int
+    num_ids: int
 
     def encode(self, text: str, special: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -63,7 +64,7 @@ class JsonBackend:
         content = read_bytes(file, MAX_TOKENIZER_BYTES) if content is None else content
         try:
             parts = msgspec.json.decode(content, type=TokenizerFile)
-            self._tokenizer = _guarded(tokenizers.Tokenizer.from_buffer, content)
+            self._tokenizer = guarded(tokenizers.Tokenizer.from_buffer, content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Panic) as error:
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"{file} is not a readable tokenizer ({reason}); fetch it again.") from error
@@ -75,12 +76,18 @@ class JsonBackend:
         self._vocab = self._tokenizer.get_vocab() | {token.content: id for id, token in added.items()}
         self._visible_ids = frozenset(self._vocab.values()) - self._specials.keys()
         self.longest = max((len(token.encode()) for token in self._vocab), default=1)
+        self.num_ids = max(self._vocab.values(), default=-1) + 1
         self.base_size = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         falls_back = "ByteFallback" in json.dumps(parts.decoder)
         self._byte_ids = frozenset(
             id for token, id in self._vocab.items() if falls_back and BYTE_PIECE.fullmatch(token)
         )
         self._lock, self._plain = threading.Lock(), None
+
+    @property
+    def written(self) -> str:
+        """The tokenizer as a tokenizer.json."""
+        return self._tokenizer.to_str()
 
     def encode(self, text: str, special: bool) -> list[int]:
         return self._encoding(self._tokenizer, text, special).ids
@@ -100,7 +107,7 @@ class JsonBackend:
         with self._lock:
             if self._plain is None:  # rarely needed, and the setting applies to the entire tokenizer
                 try:
-                    plain = _guarded(type(self._tokenizer).from_str, self._tokenizer.to_str())
+                    plain = guarded(type(self._tokenizer).from_str, self._tokenizer.to_str())
                 except Panic as error:
                     raise UsageError(
                         f"The model's tokenizer cannot read a special token as text ({error}); allow special tokens."
@@ -111,7 +118,7 @@ class JsonBackend:
 
     def _encoding(self, tokenizer: Any, text: str, special: bool) -> Any:
         try:
-            return _guarded(tokenizer.encode, _checked(text), add_special_tokens=special)
+            return guarded(tokenizer.encode, _checked(text), add_special_tokens=special)
         except Panic as error:
             raise UsageError(f"The model's tokenizer cannot read this text ({error}); shorten it.") from error
 
@@ -119,7 +126,7 @@ class JsonBackend:
         # Omitted by id: the library compares texts, and misses special tokens that its normalizer changes.
         visible = [id for id in ids if self.visible(id)]
         try:
-            return _guarded(self._tokenizer.decode, visible, skip_special_tokens=False)
+            return guarded(self._tokenizer.decode, visible, skip_special_tokens=False)
         except Panic as error:
             raise UsageError(f"The model's tokenizer cannot write this text ({error}); use another one.") from error
 
@@ -153,7 +160,7 @@ class SentencePieceBackend:
         try:
             self._opening = sentencepiece.SentencePieceProcessor(model_proto=model)
             self._later = self._opening if legacy else sentencepiece.SentencePieceProcessor(model_proto=model + BARE)
-            self.base_size = self._opening.vocab_size()
+            self.base_size = self.num_ids = self._opening.vocab_size()
         except (RuntimeError, SystemError) as error:
             raise UsageError(f"{file} is not a readable SentencePiece model; fetch it again.") from error
         if not model or not self.base_size:
@@ -224,7 +231,7 @@ def _checked(text: str) -> str:
     return text
 
 
-def _guarded(call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+def guarded(call: Callable[..., T], *arguments: Any, **settings: Any) -> T:
     """Return the result of the library's call. Raises Panic for any of its exceptions, including BaseExceptions."""
     try:
         return call(*arguments, **settings)

@@ -12,6 +12,13 @@ from et_jax.serve.device import Device
 from et_jax.serve.engine import Model
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["north", "south"]}, "note": {"type": "string", "maxLength": 24}},
+    "required": ["name", "note"],
+    "additionalProperties": False,
+}
+
 
 class Served:
     """A row of the table with its model, loaded and compiled once, and requests of every kind.
@@ -38,7 +45,7 @@ class Served:
 
     def _asked(self) -> list[GenerationRequest]:
         """Prompts around the borders of pages and chunks, some of which begin alike, and settings of every kind."""
-        lengths = [1, 17, 18, 33, 32, 41, 50, 5]
+        lengths = [1, 17, 18, 33, 32, 41, 50, 5, 12]
         kinds = [
             {"temperature": 0.0},
             {"temperature": 0.8, "top_p": 0.9},
@@ -48,6 +55,7 @@ class Served:
             {"temperature": 0.0, "repetition_penalty": 1.3, "min_tokens": 20},
             {"presence_penalty": 0.5, "temperature": 0.9, "ignore_eos": True, "top_h": 0.8, "top_n_sigma": 3.0},
             {"temperature": 0.0, "frequency_penalty": -1.0, "logit_bias": {260: 3.0}, "bad_words": ("the", "it was")},
+            {"json_schema": SCHEMA, "top_p": 0.9, "presence_penalty": 0.1},
         ]
         return [
             GenerationRequest(

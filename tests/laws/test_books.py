@@ -18,7 +18,10 @@ def test_figures_add_up(served):
     window = model.config.windows[0] is not None
     assert (read < held) == (capability.prunes or window)
     assert (sum(row.accepted for row in rows) > 0) == capability.drafts
+    left = [row.constrained_entropy for row in done[-1].trace]  # under a grammar, which forces some tokens
+    assert 0.0 in left and max(left) > 0.0 and all(row.constrained_entropy is None for row in done[0].trace)
     if capability.drafts:
+        assert any(row.accepted and row.constrained_entropy == 0.0 for row in done[-1].trace)
         assert sum(row.accepted for row in rows) <= sum(row.drafted for row in rows)
         assert model.metrics.accepted_tokens == sum(row.accepted for row in rows)
         limits = [asked.params.max_tokens for asked in served.requests for _ in range(asked.params.n)]

@@ -1,11 +1,20 @@
 """The state of a decoder amid its texts: from disk, forked, and the waits it counts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from served import begun
 from small_model import same_bits
 
 from et_jax.decode.cache import snapshots
+from et_jax.decode.sampling.steering import UNLIMITED
+from et_jax.types import replace
+
+
+def texts_of(output) -> list[list[int]]:
+    """The tokens that a burst brought each of the first slots."""
+    produced, tokens = np.asarray(output.produced), np.asarray(output.token)
+    return [tokens[..., slot][produced[..., slot]].tolist() for slot in range(3)]
 
 
 def test_a_state_from_disk_goes_on_as_it_would_have(served, tmp_path):
@@ -25,10 +34,31 @@ def test_a_fork_writes_what_its_source_does_and_leaves_it_alone(served):
     device.state, granted = device.decoder.fork(device.state, np.int32(0), np.int32(2))
     assert granted
     output, *_ = device.decode(12, device.config.batch, until_end=False)
-    produced, tokens = np.asarray(output.produced), np.asarray(output.token)
-    texts = [tokens[..., slot][produced[..., slot]].tolist() for slot in range(3)]
+    texts = texts_of(output)
     assert texts[2] == texts[0] and len(texts[0]) >= 12
     assert same_bits(apart.state.signals.entropy[:2], device.state.signals.entropy[:2])
+
+
+def test_a_slot_pauses_when_its_allowance_is_spent_and_goes_on_where_it_was(served):
+    """Its tokens are those of a slot that never paused, and so are its neighbour's; nobody waits for it."""
+    apart, device = begun(served), begun(served)
+    expected = texts_of(apart.decode(12, apart.config.batch, until_end=False)[0])
+
+    def decoded(steps: int, allowance: list[int]) -> tuple[list[list[int]], int]:
+        state = device.state
+        left = state.allowance.at[jnp.arange(len(allowance))].set(jnp.asarray(allowance, jnp.int32))
+        device.state = replace(state, allowance=left)
+        output, ran, _ = device.decode(steps, device.config.batch, until_end=False)
+        return texts_of(output), int(ran)
+
+    first, _ = decoded(8, [2])
+    assert first[0] == expected[0][:2] and len(first[1]) >= 6 and first[1] == expected[1][: len(first[1])]
+    assert int(device.state.allowance[0]) == 0 and int(device.state.control.wait[0]) <= 1
+    for number in range(2, 8):  # however well drafts hold
+        assert decoded(2, [1, 0])[0][0] == expected[0][number : number + 1]
+    second, _ = decoded(12, [UNLIMITED, 0])
+    assert (expected[0][:8] + second[0])[: len(expected[0])] == expected[0] and not second[1]
+    assert decoded(4, [0, 0])[1] == 0
 
 
 def test_waits_are_counted(served):

@@ -36,7 +36,7 @@ def chosen(state: DecodeState) -> tuple[Int[Array, ""] | int, Bool[Array, " b"] 
     """
     if state.switch is None:
         return MODEL, True
-    waited = jnp.where(state.active, state.control.wait, -1)
+    waited = jnp.where(state.runnable, state.control.wait, -1)
     active = state.switch.speaker[jnp.argmax(waited)]
     return active, state.switch.speaker == active
 

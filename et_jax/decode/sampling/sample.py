@@ -9,7 +9,7 @@ from et_jax.control.base import ControlState, Signals, TemperatureRule, name_of,
 from et_jax.decode.rows import Rows
 from et_jax.decode.sampling import settings as sampling
 from et_jax.decode.sampling.settings import Sampling
-from et_jax.decode.sampling.steering import recent_tokens, steer
+from et_jax.decode.sampling.steering import may_draw, recent_tokens, steer
 from et_jax.decode.sampling.truncation import Truncated, truncate
 from et_jax.decode.state import DecodeState
 from et_jax.types import pytree, replace
@@ -93,10 +93,30 @@ def _alter(
         slot = jnp.arange(len(state.text)) if rows.slot is None else rows.slot
         recent = recent_tokens(state.text, slot, rows.position)
         penalised = sampling.penalise(logits, settings, rows.take(counts))
-        steered = steer(penalised, own, rows.take(state.stop_ids), rows.take(state.generated), recent)
+        may = may_draw(own, rows.take(state.allowance), logits.shape[-1])
+        steered = steer(penalised, own, rows.take(state.stop_ids), rows.take(state.generated), recent, may)
         return jnp.where(own.on[:, None], steered, penalised)
 
     return jax.lax.cond(jnp.any(altered), alter, lambda: logits)
+
+
+def constrained_entropy(
+    state: DecodeState, rows: Rows, logits: Float[Array, "r v"], temperature: float, whole: Float[Array, " r"]
+) -> Float[Array, " r"]:
+    """Return the entropy of the tokens that grammar and allowed tokens leave, at a temperature, in nats.
+
+    It is `whole`, that of all tokens, where a row is not steered.
+    """
+    if state.steering is None:
+        return whole
+    steering = rows.take(state.steering)
+
+    def measure() -> Float[Array, " r"]:
+        may = may_draw(steering, rows.take(state.allowance), logits.shape[-1])
+        left = entropy.entropy(entropy.moments(jnp.where(may, logits, -jnp.inf), temperature))
+        return jnp.where(steering.on, left, whole)
+
+    return jax.lax.cond(jnp.any(rows.run & steering.on), measure, lambda: whole)
 
 
 def _heat(

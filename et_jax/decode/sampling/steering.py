@@ -7,10 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from et_jax.control.base import unpack_blocks
 from et_jax.types import pytree
 
 MOST_BIASED = 300  # tokens with a bias,
 MOST_WORDS, WORD_TOKENS = 64, 8  # sequences of several tokens that are forbidden, and the tokens of each
+MOST_FORCED = 16  # tokens that a grammar forces, one after the other, before the host is asked again
+UNLIMITED = 2**31 - 1
+"""The allowance of a slot whose tokens need nothing from the host."""
 
 
 @pytree
@@ -19,7 +23,11 @@ class Steering:
 
     Bit i of `allowed[j]` says whether token 32 j + i may be drawn. `bias` is added to the logits of the tokens
     `bias_ids`, which are padded with the size of the vocabulary. `words` are sequences of tokens of which the last must
-    not follow the others; they end at the last place and are padded with -1. No end token is drawn before `min_tokens`.
+    not follow the others; they end at the last place and are padded with -1. No end token is drawn before `min_tokens`,
+    unless nothing else may be.
+
+    Under a grammar the host sets an allowance, `forced` and `next`: the next tokens are those forced, which end at the
+    last place, and the one after them is of those whose bits are in `next` too. So the allowance is that many and one.
     """
 
     on: Bool[Array, "*b"]
@@ -28,17 +36,22 @@ class Steering:
     bias: Float[Array, "*b n"]
     words: Int[Array, "*b m l"]
     min_tokens: Int[Array, "*b"]
+    forced: Int[Array, "*b f"]
+    next: UInt32[Array, "*b w"]
 
 
 def none(shape: tuple[int, ...], vocab_size: int) -> Steering:
     """Return what forbids and favours nothing."""
+    every = jnp.full((*shape, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32)
     return Steering(
         on=jnp.zeros(shape, bool),
-        allowed=jnp.full((*shape, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32),
+        allowed=every,
         bias_ids=jnp.full((*shape, MOST_BIASED), vocab_size, jnp.int32),
         bias=jnp.zeros((*shape, MOST_BIASED), jnp.float32),
         words=jnp.full((*shape, MOST_WORDS, WORD_TOKENS), -1, jnp.int32),
         min_tokens=jnp.zeros(shape, jnp.int32),
+        forced=jnp.full((*shape, MOST_FORCED), -1, jnp.int32),
+        next=jnp.copy(every),
     )
 
 
@@ -49,8 +62,11 @@ def steering_fields(
     allowed: Iterable[int] | None,
     words: Iterable[Sequence[int]],
     min_tokens: int,
+    constrained: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of `Steering` for one request, of numpy. A word of one token is never drawn.
+
+    A request that is `constrained` is told what it may draw from step to step, besides.
 
     Raises ValueError for more biases, words or tokens of a word than there is room for.
     """
@@ -62,24 +78,51 @@ def steering_fields(
     ):
         if got > most:
             raise ValueError(f"{name}: got {got}, wanted at most {most}")
-    may = np.ones(-(-vocab_size // 32) * 32, bool)
-    if allowed is not None:
-        may[:] = False
-        may[list(allowed)] = True
-    may[[word[0] for word in words if len(word) == 1]] = False
+    may = allowed_bits(vocab_size, allowed, words)
     ids, numbers = np.full(MOST_BIASED, vocab_size, np.int32), np.zeros(MOST_BIASED, np.float32)
     ids[: len(bias)], numbers[: len(bias)] = list(bias), list(bias.values())
     table = np.full((MOST_WORDS, WORD_TOKENS), -1, np.int32)
     for row, word in zip(table, several, strict=False):
         row[-len(word) :] = word
     return {
-        "on": np.bool_(len(bias) > 0 or not may.all() or bool(several) or min_tokens > 0),
-        "allowed": np.packbits(may, bitorder="little").view(np.uint32),
+        "on": np.bool_(constrained or len(bias) > 0 or (~may).any() or bool(several) or min_tokens > 0),
+        "allowed": may,
         "bias_ids": ids,
         "bias": numbers,
         "words": table,
         "min_tokens": np.int32(min_tokens),
+        "forced": np.full(MOST_FORCED, -1, np.int32),
+        "next": np.full_like(may, 0xFFFFFFFF),
     }
+
+
+def allowed_bits(
+    vocab_size: int, allowed: Iterable[int] | None, words: Iterable[Sequence[int]]
+) -> UInt32[np.ndarray, " w"]:
+    """Return `Steering.allowed` of a request: the tokens `allowed`, None for all, without words of one token."""
+    may = np.ones(-(-vocab_size // 32) * 32, bool)
+    if allowed is not None:
+        may[:] = False
+        may[list(allowed)] = True
+    may[[word[0] for word in words if len(word) == 1]] = False
+    return np.packbits(may, bitorder="little").view(np.uint32)
+
+
+def may_draw(steering: Steering, allowance: Int[Array, " r"], vocab_size: int) -> Bool[Array, "r v"]:
+    """Return the tokens that each row may draw by its grammar and its allowed tokens."""
+    may = unpack_blocks(steering.allowed & steering.next)[:, :vocab_size]
+    forced, count = forced_ahead(steering, allowance, 1)
+    return jnp.where(count[:, None] > 0, jnp.arange(vocab_size, dtype=jnp.int32) == forced, may)
+
+
+def forced_ahead(
+    steering: Steering, allowance: Int[Array, " r"], most: int
+) -> tuple[Int[Array, "r t"], Int[Array, " r"]]:
+    """Return the next tokens of each row of which the first are forced, and how many of these `most` are."""
+    left = jnp.where(allowance <= MOST_FORCED + 1, jnp.maximum(allowance - 1, 0), 0)
+    place = MOST_FORCED - left[:, None] + jnp.arange(most, dtype=jnp.int32)
+    token = jnp.take_along_axis(steering.forced, jnp.minimum(place, MOST_FORCED - 1), axis=1)
+    return token, jnp.minimum(left, most)
 
 
 def steer(
@@ -88,18 +131,18 @@ def steer(
     stop_ids: Int[Array, "r i"],
     generated: Int[Array, " r"],
     recent: Int[Array, "r l1"],
+    may: Bool[Array, "r v"],
 ) -> Float[Array, "r v"]:
-    """Return the logits as the requests want them, -inf where a token must not be drawn.
+    """Return the logits as the requests want them, -inf where a token must not be drawn; `may` is that of `may_draw`.
 
     `generated` tokens were drawn before, of which `recent` are the last, with those of the prompt before them and -1
     before that. Where nothing at all would be left of a row, its words are drawn nevertheless.
     """
     size = logits.shape[-1]
     rows = jnp.arange(len(logits))[:, None]
-    token = jnp.arange(size, dtype=jnp.int32)
-    may = (steering.allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)) & 1
     early = (generated < steering.min_tokens)[:, None] & (stop_ids >= 0)
-    may = (may == 1).at[rows, jnp.where(early, stop_ids, size)].set(False, mode="drop")
+    on = may.at[rows, jnp.where(early, stop_ids, size)].set(False, mode="drop")
+    may = jnp.where(jnp.any(on, axis=-1, keepdims=True), on, may)
     biased = logits.at[rows, steering.bias_ids].add(steering.bias, mode="drop")
     left = jnp.where(may, biased, -jnp.inf)
     before, last = steering.words[..., :-1], steering.words[..., -1]

@@ -31,6 +31,7 @@ def test_a_completion_body():
         "nats_per_byte": 0.08,
         "mean_entropy": 1.0,
         "mean_surprisal": 0.25,
+        "mean_constrained_entropy": None,
         "share_read": 0.5,
         "share_bytes": None,
         "least_mass_kept": 0.9,

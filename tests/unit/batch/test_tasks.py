@@ -10,6 +10,7 @@ from stand_in import Letters
 from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, ignored_fields, read_entries, read_task
 from et_jax.errors import UsageError
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.text import Grammar
 
 DEFAULTS = Defaults(params=SamplingParams(max_tokens=9, temperature=0.5))
 USER = [{"role": "user", "content": "Hello"}]
@@ -66,6 +67,24 @@ def test_what_a_line_leaves_open_is_the_jobs(tmp_path):
     assert task(tmp_path, {"prompt": [1, 2, 3]}).request.prompt == (1, 2, 3)
 
 
+def test_the_grammar_of_a_line_stands_in_for_that_of_the_job(tmp_path):
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"enum": ["é"]}}}
+    text = '{"type": "object", "properties": {"b": {"type": "null"}, "a": {"enum": ["é"]}}}'
+    strict = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    job = Defaults(params=SamplingParams(regex="[0-9]+"))
+    for line, grammar in (
+        ({}, Grammar("regex", "[0-9]+")),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"response_format": strict}, Grammar("json_schema", text)),
+        ({"json_schema": schema}, Grammar("json_schema", text)),
+        ({"json_schema": text}, Grammar("json_schema", text)),
+        ({"choice": ["yes", "né"]}, Grammar("choice", '["yes", "né"]')),
+        ({"regex": "a", "response_format": None}, Grammar("regex", "a")),
+    ):
+        assert task(tmp_path, {"prompt": "It was"} | line, job).request.params.grammar == grammar
+
+
 def test_a_conversation_goes_through_the_template(tmp_path):
     kind = Defaults(params=DEFAULTS.params, chat=True, system_prompt="Be kind.")
     given = task(tmp_path, envelope(CHAT, messages=USER, max_completion_tokens=4, logprobs=True, top_logprobs=2))
@@ -99,7 +118,12 @@ REFUSED = [
     (envelope(CHAT, messages=USER, logprobs=2), "logprobs is 2; it must be true or false"),
     (envelope(CHAT, messages=USER, max_tokens=1, max_completion_tokens=2), "differ"),
     ({"prompt": "a", "temprature": 1}, "temprature is not a field"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "response_format": "json"}, 'response_format is "json"; it must be {"type": "text"}, '),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "schema": {}}}, 'or {"type": "json_schema", '),
+    ({"prompt": "a", "response_format": {"type": "text"}, "regex": "a"}, "response_format is given with regex; a text"),
+    ({"prompt": "a", "json_schema": "{"}, 'json_schema is "{"; it must be an object, or the JSON of one.'),
+    ({"prompt": "a", "regex": ["a"]}, 'regex is ["a"]; it must be a text.'),
+    ({"prompt": "a", "choice": "a"}, 'choice is "a"; it must be a list of texts.'),
     ({"prompt": "a", "\x1b[2J\x9b": 1}, r"\x1b[2J\x9b is not a field"),
     ({"prompt": "a", "control": "guarded"}, 'control is "guarded"; it must be an object of numbers.'),
     ({"prompt": "a", "tolerance": 0.1}, 'a number of the controller; write it as "control": {"tolerance": ...}.'),

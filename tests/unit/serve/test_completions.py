@@ -47,5 +47,9 @@ def test_entropic_time_is_that_of_the_last_token_and_rates_are_the_worst():
     assert summary["guard_rates"] == {"stability": 0.5}
     said = completion([row(5, surprisal=0.25)]).to_dict()
     assert said["logprobs"] == [-0.25] and said["usage"] == {"prompt_tokens": 1, "completion_tokens": 1}
+    bound = [row(5, entropy=3.0, constrained_entropy=0.0), row(5, entropy=1.0, constrained_entropy=1.0), row(5)]
+    assert Totals.of([completion(bound)]).to_dict()["mean_constrained_entropy"] == 0.5
+    assert "75% of the entropy decided by the grammar" in Totals.of([completion(bound)]).described()
+    assert "grammar" not in Totals.of([completion(bound[2:])]).described()
     none = completion([])
     assert (none.entropic_time, none.cost, none.efficiency, none.guard_rates, none.logprobs) == (0.0, 0.0, 0.0, {}, ())

@@ -45,6 +45,9 @@ KINDS = {
         "stop_token_ids": int,
         "bad_words": str,
         "allowed_token_ids": int,
+        "choice": str,
+        "regex": str,
+        "json_schema": str,
         "p_less": bool,
         "ignore_eos": bool,
     },
@@ -65,10 +68,10 @@ def test_a_setting_is_of_its_type_or_refused_in_a_sentence(field):
             assert str(error).startswith(f"{field} ") and refused_in_a_sentence(error), number
             continue
         taken, kind = getattr(params, field), KINDS[field]
-        if field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        if field in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "choice"):
             assert type(taken) is tuple and all(type(one) is kind for one in taken), number
         else:
-            assert type(taken) is kind and abs(taken) < math.inf, number
+            assert type(taken) is kind and (kind is str or abs(taken) < math.inf), number
         hash(params)
 
 
@@ -126,6 +129,13 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
         ({"logit_bias": {3: 2e6}}, "logit_bias[3] is 2000000.0; it must be from -1000000 to 1000000."),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias holds 301 tokens; it may hold 300 at most."),
         ({"bad_words": ["a"] * 33}, "bad_words holds 33 texts; it may hold 32 at most."),
+        ({"regex": "a", "choice": ["b"]}, "regex is given with choice; a text follows one of them."),
+        ({"regex": "a" * 131_073}, "regex has 131073 characters; it may have 131072 at most."),
+        ({"choice": ["a", ""]}, "choice is a list; it must be a list of texts that are not empty."),
+        (
+            {"json_schema": {"a": math.nan}},
+            "json_schema is an object of type dict; it must be an object, or the JSON of one.",
+        ),
         ({"bad_words": [""]}, "bad_words is a list; it must be a list of texts that are not empty."),
         ({"stop_token_ids": range(99)}, f"stop_token_ids holds 99 ids; it may hold {MAX_STOP_IDS} at most."),
     ],

@@ -1,10 +1,17 @@
 """A sequence from its first token to its completion: pieces add up, every end has its reason, counts follow tokens."""
 
+import json
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_sequences import row, sequence, tokenizer
 
+from et_jax.errors import UsageError
 from et_jax.serve.sequence import Sequence, Status
+from et_jax.text import Grammar, Grammars
+from et_jax.text.grammar import Matcher
 
 WORDS = "It was in the spring of that year that the café by the river was let \N{SNOWMAN} again."
 
@@ -51,6 +58,34 @@ def test_tokens_are_counted_of_prompt_and_text_and_the_last_is_never_written(lim
     played(one, ids()[: min(taken, limit - 1)])
     assert one.num_tokens == 7 + min(taken, limit - 1)
     assert one.most_written == 7 + limit - 1 >= one.num_tokens - 1
+
+
+def test_a_text_ends_with_its_grammar_or_its_last_token_and_no_token_comes_that_may_not():
+    grammar = Grammar("choice", json.dumps([WORDS, "no"]))
+
+    every = np.full(128, 0xFFFFFFFF, np.uint32)
+
+    def under(grammar: Grammar, limit: int) -> tuple[Sequence, Matcher]:
+        one = sequence([5], limit=limit)
+        one.matcher = Grammars(tokenizer(), 4096).matcher(grammar, every, forces=True)
+        return one, one.matcher
+
+    for limit, reason in ((99, "stop"), (len(ids()), "stop"), (len(ids()) - 1, "length")):
+        (one, matcher), events = under(grammar, limit), []
+        while one.status is not Status.FINISHED and len(events) < len(ids()):
+            forced, _ = matcher.ahead(4)
+            for token in ids()[len(events) :][: 1 + len(forced)]:
+                events.append(one.take(row(token), len(events) + 1 == limit))
+                if events[-1].completion is not None:
+                    break
+        done = events[-1].completion
+        assert done is not None and (done.finish_reason, done.token_ids) == (reason, tuple(ids()[:limit]))
+    with pytest.raises(UsageError, match="The grammar leads nowhere from here"):
+        under(grammar, 9)[0].take(row(ids("7")[0]), False)
+    one, matcher = under(Grammar("choice", '["yes"]'), 9)
+    matcher.ahead(4)
+    with pytest.raises(UsageError, match="came where the grammar forces"):
+        one.take(row(ids("no")[0]), False)
 
 
 def test_what_was_held_back_is_shown_at_the_end_and_not_after_a_failure():
