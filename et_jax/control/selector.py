@@ -29,11 +29,11 @@ SUMMARIES: frozenset[Need] = frozenset({"summaries"})
 
 
 class Selector:
-    """Chooses blocks from a `BlockView`. Derive from it, as a `value`, for a selector with numbers.
+    """Chooses blocks from a `BlockView`. Derive from it, as a `value` with `choose`, to estimate their masses too.
 
-    The block being written is always read, and blocks without tokens never are. `needs` declares what the cache must
-    store for it; `reads_all` promises that every block is opened,
-    so that the step skips the summaries.
+    Else a function, or a `value` with `__call__`, is enough. The block being written is always read, and blocks without
+    tokens never are. `needs` declares what the cache must store for it; `reads_all` promises that every block is
+    opened, so that the step skips the summaries.
     """
 
     @property
