@@ -45,6 +45,7 @@ class Settings(Base):
     model: str = experiment.model(quick="bundled")
     texts: int = setting(500, "texts under the schema", least=2, quick=4)
     sequences: tuple[int, ...] = setting((1, 16), "decoded together", least=1, quick=(2,))
+    length: int = setting(512, "tokens of a prompt and its text at most", least=64, quick=256)
     tokens: int = setting(160, "tokens of a text whose speed is measured", least=8, quick=16)
     rounds: int = setting(7, "rounds of arms in turn", least=1, quick=1)
 
@@ -117,12 +118,12 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield the texts that are written, and for each number of sequences the speeds of all and of half of them."""
     seed, tokens = settings.seed, settings.tokens
     most = max(settings.sequences)
-    served = load(settings.model, max_num_seqs=most, max_model_len=2 * MOST_TOKENS)
+    served = load(settings.model, max_num_seqs=most, max_model_len=settings.length)
     yield Group(labels={"measured": "texts"}, arms={"under the schema": partial(written, served, settings)})
     endless = {"type": "array", "items": SCHEMA, "minItems": tokens}  # longer than the text may be
     for number in sorted(settings.sequences, reverse=True):
         if number < most:
-            served = load(settings.model, max_num_seqs=number, max_model_len=2 * MOST_TOKENS)
+            served = load(settings.model, max_num_seqs=number, max_model_len=settings.length)
         half = number // 2
         free, bound = (under(one, number, seed, tokens) for one in (None, endless))
         long_free, long_bound = (under(one, half, seed + half, MOST_TOKENS) for one in (None, endless))

@@ -135,6 +135,13 @@ def kernels(run):
         np.testing.assert_allclose(found, share * 8 * 256 * 2 * 128 * 4 / 1e6)
 
 
+def structured(run):
+    """Every text follows its schema, which leaves less entropy than the model has."""
+    every_round(run | {"groups": run["groups"][1:]})
+    assert rows(run, "under the schema", "valid").all()
+    assert np.all(rows(run, "under the schema", "left") < rows(run, "under the schema", "entropy"))
+
+
 @pytest.mark.parametrize("name", sorted({*experiment.names()} - APART))
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = experiment.load_experiment(name)
