@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from small_model import LENGTH, MODEL, OTHER
 
-from et_jax.control.budget import ConstantBudget
+from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
@@ -66,6 +66,11 @@ REFUSED = [
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
     ({"cache_budget": 36, "cache_policy": "adakv"}, "cache_budget keeps 72 tokens and max_model_len is 64"),
+    ({"tensor_parallel": 2, "draft": "bundled-small"}, "A second model is not supported over several devices"),
+    (
+        {"tensor_parallel": 2, "control": Controller(budget=EntropyBudget(shared=True))},
+        "The heads of a layer share this prefill budget, and devices hold different heads",
+    ),
     (
         {"prefill_batch": 64, "control": "entropyinfer"},
         "prefill_batch is 64, and this control reads full segments of 512 to",
