@@ -48,9 +48,9 @@ class Slice:
 
 
 SLICES = (
-    *(Slice("TPU v5e", size, 819e9, 1600e9 / 8, 1e-6) for size in (1, 4, 8, 16)),
-    *(Slice("TPU v6e", size, 1640e9, 3584e9 / 8, 1e-6) for size in (1, 4, 8)),
-    *(Slice("H200", size, 4.8e12, 900e9 / 2, 10e-6, ring=False) for size in (1, 2, 8)),
+    *(Slice("TPU v5e", size, 819e9, 1600e9 / 8, 1e-6) for size in (1, 8, 16)),
+    *(Slice("TPU v6e", size, 1640e9, 3584e9 / 8, 1e-6) for size in (1, 8)),
+    *(Slice("H200", size, 4.8e12, 900e9 / 2, 10e-6, ring=False) for size in (1, 8)),
 )
 LLAMA_3_70B = dataclasses.replace(
     LLAMA_3_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64, windows=(None,) * 80
