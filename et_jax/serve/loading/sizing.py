@@ -197,7 +197,7 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
         if devices[0].platform == "cpu":
             virtual = f" (XLA_FLAGS=--xla_force_host_platform_device_count={size} divides this CPU into as many)"
         raise UsageError(
-            f"tensor_parallel is {size} and there are {len(devices)} devices; choose at most that{virtual}."
+            f"tensor_parallel is {size}, above the number of devices, {len(devices)}; choose at most that{virtual}."
         )
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:

@@ -72,7 +72,10 @@ def test_a_batch_goes_on_over_devices(tmp_path, hardly_optimised):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"tensor_parallel": 64}, r"tensor_parallel is 64 and there are \d devices; choose at most that \(XLA_FLAGS="),
+        (
+            {"tensor_parallel": 64},
+            r"tensor_parallel is 64, above the number of devices, \d; choose at most that \(XLA_FLAGS=",
+        ),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be"),
         ({"tensor_parallel": 2, "draft": "bundled-small"}, "A second model is not supported over several devices"),
     ],
