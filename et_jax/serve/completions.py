@@ -1,4 +1,4 @@
-"""What comes back, as plain host values: measured tokens, completions, and the events of a stream."""
+"""Results as plain host values: token traces, completions, and the events of a stream."""
 
 import dataclasses
 import math
@@ -13,34 +13,34 @@ from et_jax.io.known import formatted, known_or_none, ratio
 from et_jax.io.schema import checked
 from et_jax.serve.totals import Totals
 
-_MOST = 3.4e38  # float32, in which a device measures: sums and squares of such figures stay numbers
+_MOST = 3.4e38  # of float32, the device's dtype: sums and squares of such figures stay finite
 _MOST_COUNT = 2**53
-_ROUNDED = 1e-3  # by which a log-probability of 0, or a share of 1, may be above it
+_ROUNDED = 1e-3  # rounding error by which a log-probability may exceed 0, or a share exceed 1
 _GIVE = "give what generate or read_trace returned"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenTrace:
-    """One token, and the state of affairs when it was sampled.
+    """One token, with the measurements and settings of the step that sampled it.
 
-    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are raw: the model's own. `temperature` is the one it was
-    sampled at. `constrained_entropy` is that of the tokens that a grammar or `allowed_token_ids` left, None without
-    them: what it is below `entropy` they have decided. `blocks_read` of `blocks_held` blocks were read, over layers and
-    KV heads; `share_bytes` is what that moved, with the summaries and codes that were looked at to choose, over the
-    bytes of all blocks held: above 1 where choosing costs more than it saves, None where two models take turns.
-    `attention_entropy` and the least of it are as in `Signals`, None where no layer chose blocks. `entropic_time`
-    (nats) runs up to this token. `cost` is what the token is charged, in bytes: its own blocks and summaries, and the
-    weights divided by the sequences that its step brought a token, so it depends on the company, as what laws see
-    (`Signals.cost`) does not. `flops` are its own FLOPs. `guard_rates` is the share of tokens so far that each counting
-    guard has flagged. `text` is what the token added to the text, empty while a character is incomplete. `top` lists
-    alternatives as (token, log-probability). `accepted` tokens had been drafted and cost no step of their own; the
-    first token of each step says how many were `drafted` in it, and is charged for those that were not accepted.
-    `by_small` tells whether the small one of two models that take turns said it, whose own the figures are then, None
-    where one model serves; it is charged for all that both did since the token before. Of `audited` words of one model,
-    which the other caught up with for this token, `agreed` were the likeliest to the other. `reads` is `blocks_read` by
-    layer and KV head, as in `reads[layer][head]`; None where it was not asked for (`load(tell_reads=True)`), or where
-    the small one of two models that take turns said the token, for its layers are others. `experts` is to how many
-    experts the token before it went, over all layers, and those drafted with that; None where the model is no mixture.
+    `entropy`, `surprisal` (nats) and `varentropy` (nats^2) are those of the raw logits. `temperature` is that of the
+    sampler. `constrained_entropy` (nats) is over the tokens that a grammar or `allowed_token_ids` permits, None without
+    them. The step read `blocks_read` of `blocks_held` allocated blocks, summed over layers and KV heads. `share_bytes`
+    is the bytes moved for that, with the summaries and codes scored to select them, over the bytes of all allocated
+    blocks: above 1 if selection costs more than it saves, None if two models alternate. `attention_entropy` and
+    `least_attention_entropy` are those of `Signals`, None if no layer selected blocks. `entropic_time` (nats) is the
+    sum up to this token. `cost` (bytes) is the token's own blocks and summaries, plus the weights divided by the
+    sequences sharing the step; it depends on the batch, while `Signals.cost`, which laws see, does not. `flops` are its
+    own FLOPs. `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is the text that
+    the token added, empty while a character is incomplete. `top` lists alternatives as (token, log-probability).
+    `accepted` tokens were drafted and required no step of their own. The first token of each step reports how many
+    tokens were `drafted` in it, and is charged for the rejected ones. `by_small` reports whether the smaller of two
+    alternating models produced the token, None with a single model; the figures are then that model's, and the token
+    is charged for the work of both models since the previous token. Of `audited` tokens of one model that the other
+    caught up with for this token, `agreed` were the other's most likely ones. `reads[layer][head]` is `blocks_read` by
+    layer and KV head; None without `load(tell_reads=True)`, or if the small model, whose layers differ, produced the
+    token. `experts` is the number of experts, over all layers, that the previous token and the tokens drafted with it
+    used; None if the model is not a mixture.
     """
 
     token: int
@@ -77,11 +77,11 @@ class TokenTrace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRead:
-    """What of a prompt was read, segment by segment, while it was prefilled under a budget.
+    """How much of a prompt was read, segment by segment, while it was prefilled under a budget.
 
-    `blocks_read` of `blocks_held` blocks, over segments, layers and KV heads. `mass_kept` is the share of its attention
-    that the last query of a segment had on the blocks read, in the mean over segments, layers and query heads that did
-    not read everything; None where it was not asked for, or everything was read.
+    `blocks_read` of `blocks_held` blocks were read, over segments, layers and KV heads. `mass_kept` is the share of
+    attention mass of a segment's last query on the blocks read: the mean over segments, layers and query heads that did
+    not read every block. It is None without `audit`, or if every block was read.
     """
 
     blocks_read: float
@@ -96,11 +96,11 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Completion:
     """One continuation of one prompt.
 
-    `index` tells the `n` continuations of a prompt apart. `finish_reason` is "stop" (an end token or
-    stop string), "length", "abort" (interrupted) or "error", explained by `error`; the text up to then
-    is kept. `prompt_read` is None unless a budget chose what of the prompt was read. Of what it wrote into the cache
-    compression left out `tokens_left_out` for each KV head. While it had fewer than `min_context` tokens it read
-    everything, and no block was scored; None where its controller sets no such length.
+    `index` numbers the `n` continuations of a prompt. `finish_reason` is "stop" (an end token or stop string),
+    "length", "abort" (interrupted) or "error", explained by `error`; the text so far is returned in each case.
+    `prompt_read` is None unless the prompt was prefilled under a budget. Compression dropped `tokens_left_out` cached
+    tokens per KV head. While the sequence had fewer than `min_context` tokens it read every block, without scoring
+    them; None if its controller sets no such length.
     """
 
     prompt: str
@@ -117,7 +117,7 @@ class Completion:
 
     @property
     def tokens_cached(self) -> int:
-        """Tokens of prompt and text that the cache held for each KV head at the end; the last was never written."""
+        """Cached tokens per KV head at the end; the last token of the text is never written to the cache."""
         return self.prompt_tokens + len(self.trace) - 1 - self.tokens_left_out if self.trace else 0
 
     @property
@@ -127,12 +127,12 @@ class Completion:
 
     @property
     def entropic_time(self) -> float:
-        """Entropy resolved, in nats, by the clock the decoder ran."""
+        """Entropy resolved, in nats, as the decoder's clock measures it."""
         return self.trace[-1].entropic_time if self.trace else 0.0
 
     @property
     def cost(self) -> float:
-        """Bytes charged to this sequence: its own reads, and its share of the weights in every step."""
+        """Bytes charged to this sequence: its own cache reads, and its share of the weights in every step."""
         return math.fsum(row.cost for row in self.trace)
 
     @property
@@ -142,7 +142,7 @@ class Completion:
 
     @property
     def efficiency(self) -> float:
-        """Entropic time per cost, in nats per byte; NaN where tokens cost nothing."""
+        """Entropic time per cost, in nats per byte; NaN if the cost is 0."""
         return ratio(self.entropic_time, self.cost) if self.trace else 0.0
 
     @property
@@ -151,13 +151,13 @@ class Completion:
         return self.trace[-1].guard_rates if self.trace else {}
 
     def checked(self) -> "Completion":
-        """Return this completion. Raises UsageError, with its `error`, where it failed."""
+        """Return this completion. Raises UsageError, with its `error`, if it failed."""
         if self.error is not None:
             raise UsageError(self.error)
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON, None for figures that are no numbers. Raises UsageError as `drawn`."""
+        """Return plain values, ready for JSON, None for figures that are NaN. Raises UsageError as `drawn`."""
         self = checked_completion(self)
         return {
             "prompt": self.prompt,
@@ -186,10 +186,10 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenEvent:
-    """One token as it comes, or the end of a sequence.
+    """One token of a stream, or the end of a sequence.
 
-    `text` is ready to print. `trace` is None where a sequence ends without a new token (interrupted, or
-    failed); `completion` is set on its last event.
+    `text` is ready to print. `trace` is None if a sequence ends without a new token (interrupted or failed).
+    `completion` is set on its last event.
     """
 
     prompt_index: int
@@ -200,7 +200,7 @@ class TokenEvent:
 
 
 def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Return what the continuations of a prompt came to, and `min_context` where they have one, ready for JSON."""
+    """Return the totals of the continuations of a prompt, and `min_context` if they have it, ready for JSON."""
     least = {one.min_context for one in completions} - {None}
     return Totals.of(completions).to_dict() | ({"min_context": max(least)} if least else {})
 
@@ -208,9 +208,9 @@ def entropic(completions: Sequence[Completion]) -> dict[str, Any]:
 def checked_completion(completion: Any) -> Completion:
     """Return a completion as plain values that can be summed and drawn, however it was made.
 
-    Figures that are no finite numbers become NaN: they are told as missing; halves of characters become U+FFFD. Raises
-    UsageError for what is no completion, where a field has another type than it says, and for figures that no run has,
-    as a file or a program may make them.
+    Figures that are not finite become NaN and are reported as missing; half surrogate pairs become U+FFFD. Raises
+    UsageError for a value that is not a Completion, for a field of another type than it declares, and for figures that
+    no run can have, as a file or a program may produce them.
     """
     if not isinstance(completion, Completion):
         raise UsageError(f"completions holds {values.shown(completion)}; {_GIVE}.")
@@ -227,7 +227,7 @@ def checked_completion(completion: Any) -> Completion:
 
 
 def checked_rows(rows: Sequence[Any]) -> tuple[TokenTrace, ...]:
-    """Return the tokens of a completion as `checked_completion` does."""
+    """Return the token traces of a completion as `checked_completion` does."""
     found = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, TokenTrace):
@@ -242,7 +242,7 @@ def checked_rows(rows: Sequence[Any]) -> tuple[TokenTrace, ...]:
 
 
 def _plain(own: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a value without classes of numpy and the like, NaN for no finite float, U+FFFD for no character."""
+    """Return fields as plain values: numpy classes converted, floats finite or NaN, characters valid or U+FFFD."""
 
     def fit(value: Any) -> Any:
         if isinstance(value, dict):
@@ -258,7 +258,7 @@ def _plain(own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _possible(row: TokenTrace) -> bool:
-    """Whether a run can have such figures; those that are not known, NaN, can be."""
+    """Return whether a run can have such figures; NaN, for unknown, is possible."""
     figures = [value for value in vars(row).values() if isinstance(value, float)]
     counts = (row.token, row.blocks_read, row.blocks_held, row.drafted, row.audited, row.agreed)
     return (
@@ -273,14 +273,14 @@ def _possible(row: TokenTrace) -> bool:
 
 
 def drawn(rows: Sequence[TokenTrace], prompt: str = "") -> str:
-    """Return tokens as HTML, each on the colour of its entropy, with its figures when pointed at; and their scale."""
+    """Return tokens as HTML, each coloured by its entropy, with its figures as a tooltip, and the colour scale."""
     entropies = [row.entropy for row in rows]
     text = html.coloured([row.text for row in rows], entropies, list(map(_title, rows)), before=prompt)
     return text + html.scale(html.top_of(entropies))
 
 
 def _title(row: TokenTrace) -> str:
-    """The figures of a token, a line each."""
+    """Return the figures of a token, one per line."""
     said = [
         f"entropy {formatted(row.entropy, '.3f')} nats",
         *([f"{left:.3f} nats under the grammar"] if (left := row.constrained_entropy) is not None else []),
@@ -295,6 +295,6 @@ def _title(row: TokenTrace) -> str:
 
 
 def _ended(completion: Completion) -> str:
-    """How many tokens there are, why they end, and their figures."""
+    """Return the number of tokens, the finish reason, and the totals, as one line."""
     begun = f"{len(completion.trace)} tokens ({completion.finish_reason})"
     return f"{begun}; {Totals.of([completion]).described()}" if completion.trace else begun

@@ -1,4 +1,4 @@
-"""The engine's door: loads a model ready to serve."""
+"""The engine's entry point: `load` returns a model ready to generate."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,70 +63,69 @@ def load(
     `name` is "bundled", "bundled-small", "smollm2", "gemma3-270m", a Hugging Face folder, a GGUF file, or a hub name
     "owner/model".
 
-    Or `name` is a model itself, a `flax.nnx.Module`: called as `module(tokens, positions)`, both [batch, length], it
-    returns logits [batch, length, vocabulary]. It comes with a `config` and a `tokenizer`: a tokenizer.json, a folder
-    with one, a `tokenizers.Tokenizer`, or that of another model. Its attention layers call an attribute `attention_fn`
-    with queries, keys and values [batch, length, heads, head_dim], as `nnx.MultiHeadAttention` does. In its place the
-    decoder puts paged causal attention, on a copy in `eval` mode, and otherwise runs the module as it is, in the dtype
-    that it has. That this gives what the module computes by itself is checked here, on at most 128 tokens.
+    `name` may also be a `flax.nnx.Module`. `module(tokens, positions)`, both [batch, length], must return logits
+    [batch, length, vocabulary]. A module requires a `config` and a `tokenizer`: a tokenizer.json, a folder that
+    contains it, a `tokenizers.Tokenizer`, or the tokenizer of another model. Its attention layers must call an
+    attribute `attention_fn` with queries, keys and values [batch, length, heads, head_dim], as
+    `nnx.MultiHeadAttention` does. The decoder runs a copy in `eval` mode and in the module's own dtype, with paged
+    causal attention as `attention_fn`. `load` compares its logits with the module's own on at most 128 tokens.
 
-    `lora` is the folder of a LoRA adapter, as PEFT saves it, that is merged into the weights as they are read.
-    `adapters` maps names to such folders, which stay beside the weights: a request names the one it is served with, and
-    requests of several are served in one batch.
+    `lora` is the folder of a LoRA adapter in PEFT's format. It is merged into the weights when they are read.
+    `adapters` maps names to such folders, which are not merged: each request names its adapter, and a batch may mix
+    requests with different adapters.
 
-    `dtype` is "auto", "bfloat16" or "float32", and so is `cache_dtype`, in which keys and values are kept: "auto" is
-    what the weights are stored in, and for the cache what they have here. A cache may be kept in 8 bits too, "int8" or
-    "fp8" (e4m3), with a scale for the key and for the value of each token and head. `page_size` tokens share a page (16
-    on CPU, 64 on GPU, 128 on TPU). `max_model_len` caps prompt plus text, at most what the model was made for.
-    `max_num_seqs` sequences are decoded together, always as that many rows: the same number gives the
-    same text, alone or in company. `max_resident_seqs` of them, as many by default, are in the cache at
-    once; with more, every step serves those of highest priority under the controller's rule. `num_pages`
-    bounds the cache; by default every resident sequence can reach `max_model_len`, or as many as
-    `memory_fraction` of the free memory holds. Where pages run short, sequences are swapped to the host
-    and back. `max_num_batched_tokens` bounds the prompt tokens prefilled between two steps, of one prompt or
-    several in calls of `prefill_batch` (on CPU 64, 128 from 16 sequences on, else 512), rounded up to whole pages, at
-    most `max_model_len`. `prefix_cache` keeps full pages of prompts for prompts that begin alike, where they are read
-    whole by a model that reads all of them. Every `preempt_every` rounds (0: never) a sequence is
-    swapped out without need, to prove that no text changes. `replicas` serve one queue side by side, each of
-    all these sizes: on the machine's devices in turn, with the weights on each, or on one device, where the
-    host's work for one and the device's for another overlap. `tensor_parallel` splits the model over so many devices,
-    by heads, feed-forward widths and vocabulary, each of which it must divide; replicas then take the next devices.
+    `dtype` is "auto", "bfloat16" or "float32"; "auto" is the dtype in which the weights are stored. `cache_dtype`, the
+    dtype of cached keys and values, is one of these or 8 bits, "int8" or "fp8" (e4m3), with one scale per key and per
+    value of each token and head; "auto" is the dtype of the loaded weights. A page has `page_size` tokens (16 on CPU,
+    64 on GPU, 128 on TPU). `max_model_len` limits prompt plus generated tokens, at most the model's context length.
+    `max_num_seqs` sequences are decoded per step. A sequence's tokens depend on this number, but not on which other
+    sequences are in the batch. `max_resident_seqs` (default: `max_num_seqs`) sequences have cache pages at once; if
+    there are more than `max_num_seqs`, each step decodes those of highest priority under the controller's rule.
+    `num_pages` limits the cache. By default every resident sequence can reach `max_model_len`, or there are as many
+    pages as fit in `memory_fraction` of the free memory. If pages run out, the scheduler swaps sequences to the host
+    and back. `max_num_batched_tokens` limits the prompt tokens prefilled between two steps. They are prefilled in calls
+    of `prefill_batch` tokens (on CPU 64, or 128 from 16 sequences on; elsewhere 512), rounded up to a multiple of the
+    page size, at most `max_model_len`. `prefix_cache` reuses full pages for prompts with a common prefix; it does not
+    apply to prompts under a prefill budget or `lazy_prefill`. Every `preempt_every` rounds (0: never) the engine
+    preempts a sequence without need, to test that its tokens do not change. `replicas` share one queue, each with all
+    of the sizes above. They use the machine's devices in turn, each with a copy of the weights. Replicas on the same
+    device overlap host work with device work. `tensor_parallel` splits the model over that many devices, and must
+    divide its heads, feed-forward widths and vocabulary; each replica then takes the next group of devices.
 
-    With `quantize` "int8" matrices, those of a model beside it too, are held in 8 bits with a scale for each output,
-    and what they are multiplied with is rounded to 8 bits as well (docs/models.md). Without it, weights that are
-    stored quantised are decoded to `dtype`, of which "auto" is then bfloat16.
+    `quantize` "int8" stores matrices, also those of a second model, in 8 bits with one scale per output, and rounds
+    their inputs to 8 bits (docs/models.md). Without it, weights that are stored quantised are decoded to `dtype`, of
+    which "auto" is then bfloat16.
 
-    `control` is a preset's name or a Controller (see `presets.preset`). `draft` "lookup" guesses up to `draft_tokens`
-    (8) of a text's next tokens from what it read so before, and verifies them in one step: the text is the one it would
-    be without. "self" has the model write them, reading few blocks of a long text: those that held the mass last, a
-    `draft_share` of them at most (0.08). Any other `draft` names a model that writes them, smaller and with the same
-    tokenizer: "bundled-small" for the bundled one. "lookup+self", or "lookup+" and a model, has those draft where a
-    lookup has no guess. `draft_length` decides how many: "acceptance" (the usual), by how many were accepted so far and
-    what steps take by the clock, and where the model drafts for itself by how long the text is; "entropy", by how
-    certain the model is; or "fixed". Beside a controller by which one token decides what the next reads, such as
-    "paper" and "guarded", or by which two models take turns, `draft` is refused, and a model's beside a `cache_budget`.
-    `small` names a model of the same tokenizer that takes turns with this one under a control with a switch, "ead" or
-    "ead_guarded", and goes with no other. With `lazy_prefill` it reads prompts alone, and the model when it first
-    speaks. With `audit` traces tell how many of the other's words were the likeliest to the one that catches up with
-    them, under a prefill budget how much of the attention was kept. With `tell_reads` they tell the blocks that each
-    layer and KV head read (`TokenTrace.reads`).
-    With a `cache_budget` of so many tokens a sequence keeps of its cache what its last queries attend to the most, once
-    it has decoded 16 tokens and again whenever a quarter of the budget has come: "latent", the usual `cache_policy`.
-    Others choose in other ways; "snapkv" does it once, when the prompt is read, and keeps what is decoded after that. A
-    `Compression` in the place of the number has settings of its own (see `control.compression`).
-    `experts` says to how many experts of a mixture a decoded token goes: "top_k", to as many as trained, as without it;
-    "mass", to as few as hold `expert_share` (0.9) of the gate's probability; "entropy", likewise by a share that grows
-    with the sequence's entropy and the gate's, `expert_share` (0.5) being the least; or an `ExpertRule` (see
-    `control.experts`). Prompts are read as trained.
-    `calibration` "auto" takes what was measured of the model: in its folder's calibration.json, in the user's cache, or
-    in this package. Where a control goes by the sensitivity of heads, as "adaptive" does, and none was measured, it is
-    measured first and kept in the cache; `progress` receives how long that takes. With "none" all heads count alike.
-    `compilation_cache` is the folder that keeps compiled programs between runs; "auto" is et_jax/programs in
-    XDG_CACHE_HOME or ~/.cache, and None keeps none. Where the folder of "auto" cannot be written `progress` is told,
-    and they are kept in memory only.
+    `control` is a preset's name or a Controller (see `presets.preset`). `draft` enables speculative decoding, which
+    does not change the tokens. "lookup" drafts up to `draft_tokens` (8) tokens from earlier tokens of the sequence, and
+    one step verifies them. "self" drafts with the model itself, which then reads at most a share `draft_share` (0.08)
+    of the blocks: those that had the most attention mass at the last full read. Any other `draft` names a smaller model
+    with the same tokenizer ("bundled-small" for the bundled one). "lookup+self", or "lookup+" and a model, uses the
+    second drafter if the lookup finds no match. `draft_length` sets how many tokens are drafted: "acceptance"
+    (default) by acceptance rate and measured step times, and for "self" also by the sequence's length; "entropy" by
+    the model's certainty; or "fixed". `draft` is not supported with a controller under which a token decides what the
+    next token reads ("paper", "guarded") or two models alternate; a draft model is not supported with `cache_budget`.
+    `small` names a model with the same tokenizer, which alternates with this one under "ead", "ead_guarded" or another
+    control with a switch; other controls do not accept it. With `lazy_prefill` only the small model reads the prompt
+    at first; the large model reads it when its first turn comes. With `audit`, traces report how many of one model's
+    tokens were also the most likely under the other, and under a prefill budget how much attention mass was kept.
+    With `tell_reads` they report the blocks that each layer and KV head read (`TokenTrace.reads`).
+    `cache_budget` is a number of tokens. Under the default `cache_policy`, "latent", a sequence keeps the cache entries
+    that its last queries attend to most, once 16 tokens are decoded and again after every further quarter of the
+    budget. Other policies rank differently; "snapkv" compresses once, after prefill, and keeps all tokens decoded
+    later. A `Compression` instead of the number sets more (see `control.compression`).
+    `experts` sets how many experts of a mixture a decoded token uses: "top_k", the trained number (default); "mass",
+    the fewest whose gate probability sums to `expert_share` (0.9); "entropy", likewise with a share that grows with the
+    entropies of sequence and gate, from `expert_share` (0.5) up; or an `ExpertRule` (see `control.experts`). Prompts
+    use the trained number.
+    `calibration` "auto" uses the head sensitivities found in the model folder's calibration.json, in the user's cache,
+    or in this package. If a control requires them, as "adaptive" does, and none are found, `load` measures them first,
+    reports the time to `progress`, and saves them in the user's cache. With "none" all heads have equal weight.
+    `compilation_cache` is the folder of compiled programs; "auto" is et_jax/programs in XDG_CACHE_HOME or ~/.cache, and
+    None disables it. If the folder of "auto" is not writable, `progress` receives a message; programs stay in memory.
 
-    Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work, and for settings that do
-    not go together (`decode.compat` has them all).
+    Raises UsageError, one sentence, for a name, a file, a folder or a size that cannot work, and for settings that are
+    not supported together (all in `decode.compat`).
     """
     given = locals()
     if progress is not None and not callable(progress):

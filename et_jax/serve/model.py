@@ -1,4 +1,4 @@
-"""A loaded model, which serves all that call it."""
+"""A loaded model: generates, streams and scores for any number of callers."""
 
 import asyncio
 import contextlib
@@ -44,23 +44,23 @@ from et_jax.text import Grammars, Tokenizer
 from et_jax.types import replace
 
 Structure = tuple[Any, frozenset[Keep]]
-"""What a program is compiled for: the structure of a controller, and what is kept besides its needs."""
+"""The key of a compiled decoder: a controller's pytree structure, and the extra fields of `DecoderConfig.keep`."""
 
-_MOST_DECODERS = 4  # that are kept compiled, the last to be used
-_AHEAD = 256  # continuations a caller may have waiting: enough for their priorities to matter
+_MOST_DECODERS = 4  # compiled decoders in the least-recently-used cache
+_AHEAD = 256  # sequences that a caller may have queued: enough for their priorities to matter
 
 Prompt = str | abc.Sequence[int] | GenerationRequest
-"""A text, token ids, or a request with settings of its own."""
+"""A text, token ids, or a request with its own settings."""
 
 Prompts = Prompt | Iterable[Prompt]
-"""One prompt or several; arrays of ids are lists of ids, an array of two axes is several prompts."""
+"""A prompt or several; an array of ids is a prompt, an array of two axes is several prompts."""
 
 
 class Model:
-    """Weights, a tokenizer, and what has been compiled for them so far.
+    """Weights, a tokenizer, and the decoders compiled for them so far.
 
-    `metrics` counts what was served. `config` holds the sizes that `settings` come to. It serves any number of threads
-    of the process that loaded it, until it is closed: by `close`, or at the end of `with model:`.
+    `metrics` counts requests and tokens. `config` has the model's sizes. Any number of threads of the process that
+    loaded the model may use it until it is closed.
     """
 
     def __init__(
@@ -96,17 +96,17 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Give the memory of weights and caches back; using the model, or an open stream of it, raises UsageError then.
+        """Free the memory of weights and caches; later use of the model, or of an open stream, raises UsageError.
 
-        Rounds under way are waited for, five seconds at most. A second call does nothing. A model that is dropped gives
-        its memory back without being closed.
+        Waits for running rounds, five seconds at most. A second call does nothing. A model that is garbage-collected
+        frees its memory without `close`.
         """
         self._use.closed = True
         replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
         self._scoring = None
         held = [replica for each in replicas.values() for replica in each.let_go()]
-        # No lock is taken, for the collector may end a generator with a `with model:` in it, in the thread of a round,
-        # or when the interpreter ends, where no round is under way any more, and modules are empty.
+        # Takes no lock: the garbage collector may close a generator with a `with model:` in it, in the thread of a
+        # round, or at interpreter exit, when no round runs any more and modules are empty.
         left = 5000
         while left and any(replica.under_way for replica in held) and not self._use.elsewhere:
             left -= 1
@@ -120,12 +120,12 @@ class Model:
 
     @property
     def params(self) -> ModelWeights:
-        """The weights of the model, without those of the second model."""
+        """The weights of the model itself, without those of a second model."""
         return self.weights[0]
 
     @property
     def weights(self) -> Weights:
-        """The weights of every model that the decoder runs, which its functions are given."""
+        """The weights of every model that the decoder runs, as its functions receive them."""
         weights = self._weights
         if weights is None:
             raise self._use.refusal
@@ -133,7 +133,7 @@ class Model:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and text together."""
+        """The most tokens of prompt and generated text together."""
         return self.decoder_config.max_length
 
     def generate(
@@ -147,12 +147,12 @@ class Model:
     ) -> list[Completion]:
         """Return the continuations of every prompt, in order, `n` of each.
 
-        Prompts are texts, lists of token ids, or `GenerationRequest`s with settings of their own; the others
-        take theirs from a `SamplingParams`, its fields as keywords, or both, of which the keywords count:
-        `model.generate("It was", temperature=0.7)`. A list of ids alone is one prompt, an empty list none.
-        `control` stands in for the model's own; controllers that differ in numbers alone run in one program, as
-        do requests with a `control` of their own. The knobs of a preset (`control.presets`) are keywords too:
-        `control="certified", tolerance=0.1`. A setting that is None is not set. `progress` shows a bar.
+        Prompts are texts, lists of token ids, or `GenerationRequest`s with their own settings. The others take their
+        settings from `params`, from keywords named as its fields, or from both; keywords override `params`:
+        `model.generate("It was", temperature=0.7)`. A list of ids is a single prompt; an empty list is no prompt.
+        `control` replaces the model's control for this call. Controllers that differ only in numbers share a compiled
+        program, as do requests with their own `control`. The knobs of a preset (`control.presets`) are keywords too:
+        `control="certified", tolerance=0.1`. None leaves a setting at its default. `progress` shows a bar.
         """
         knobs, settings = split_knobs(settings)
         control = self._check_call(control, knobs)
@@ -176,10 +176,10 @@ class Model:
         cancelled: Callable[[], bool] | None = None,
         **settings: Any,
     ) -> Generator[TokenEvent]:
-        """Yield every token of every continuation as it comes; prompts and settings as for `generate`.
+        """Yield every token of every continuation as it is decoded; prompts and settings as for `generate`.
 
-        Streams open at the same time share the slots. When `cancelled` answers True, every unfinished
-        sequence ends with what it has, as "abort"; so it does when the caller closes the stream.
+        Concurrent streams share the slots. When `cancelled` returns True, or the caller closes the stream, every
+        unfinished sequence ends with its tokens so far and finish reason "abort".
         """
         knobs, settings = split_knobs(settings)
         control = self._check_call(control, knobs, cancelled)
@@ -189,7 +189,7 @@ class Model:
     async def stream_async(
         self, prompts: Prompts, params: SamplingParams | None = None, **settings: Any
     ) -> AsyncGenerator[TokenEvent]:
-        """`stream` for asyncio: other tasks run while the device works, further streams among them."""
+        """`stream` for asyncio: other tasks, including further streams, run while the device works."""
         events = self.stream(prompts, params, **settings)
         loop, pending = asyncio.get_running_loop(), None
 
@@ -198,18 +198,18 @@ class Model:
 
         try:
             while True:
-                # No task, as `asyncio.to_thread` is: those of a loop are all cancelled when it ends, threads are not.
+                # Not `asyncio.to_thread`, which is a task: a loop that ends cancels its tasks, but not its threads.
                 pending = loop.run_in_executor(None, contextvars.copy_context().run, following)
                 try:
                     event = await asyncio.shield(pending)
                 except asyncio.CancelledError:
-                    await asyncio.wait([pending])  # its thread is still at work
+                    await asyncio.wait([pending])  # its thread still runs
                     raise
                 if event is None:
                     return
                 yield event
         finally:
-            if pending is None or pending.done():  # else the end of that thread's work is the stream's end too
+            if pending is None or pending.done():  # else that thread ends the stream when it returns
                 events.close()
 
     def as_completed(
@@ -222,9 +222,9 @@ class Model:
     ) -> Iterator[tuple[int, Completion]]:
         """Yield (index of the request, completion) as continuations end, in any order, `n` for each request.
 
-        Requests are taken from the iterable as they are needed, some ahead of the slots. One that cannot
-        be served yields a single completion whose `error` says why, and the others are served; so does an item that is
-        no GenerationRequest. `knobs` are those of the preset, as for `generate`.
+        Requests are taken from the iterable lazily, some ahead of the free slots. An invalid request, or an item that
+        is not a GenerationRequest, yields a single completion whose `error` explains why; the others continue. `knobs`
+        are those of the preset, as for `generate`.
         """
         wrong = isinstance(requests, str | GenerationRequest) or values.is_bytes(requests)
         if wrong or not isinstance(requests, Iterable):
@@ -239,7 +239,7 @@ class Model:
                     yield from self.sequences(index, as_request(index, request), control)
                 except UsageError as error:
                     yield refused(index, request, str(error))
-                except Exception as error:  # whatever a tokenizer may raise is an answer to its own request
+                except Exception as error:  # a tokenizer may raise anything; only its own request fails
                     yield refused(index, request, f"This request cannot be read ({type(error).__name__}: {error}).")
 
         def completions() -> Iterator[tuple[int, Completion]]:
@@ -253,11 +253,11 @@ class Model:
     @untraced
     @own_settings()
     def score(self, texts: Prompts, *, prefix: str | abc.Sequence[int] = "") -> list[Score]:
-        """Return of every text the log-probability and the entropy of each of its tokens, which nothing is added to.
+        """Return for every text the log-probability and the entropy of each of its tokens; nothing is generated.
 
-        Texts are what `generate` takes as prompts. With a `prefix` they are continuations of it, and it is read once.
-        Attention is dense, whatever the model's control. It takes memory of its own beside the caches that `generate`
-        uses: for the prefix, the longest of the texts and 128 tokens, rounded up to twice that at most.
+        Texts have the types of the prompts of `generate`. With a `prefix`, texts are its continuations, and the prefix
+        is prefilled once. Attention is dense under every control. Scoring allocates its own cache beside that of
+        `generate`: for the prefix, the longest text and 128 tokens, rounded up to at most twice that.
         """
         self._use.check()
         given = self._requests(texts, None, {})
@@ -279,10 +279,10 @@ class Model:
     @untraced
     @own_settings()
     def save_prefix(self, prompt: Prompt, path: str | Path, *, control: Control | None = None) -> int:
-        """Read a prompt, write the cache pages that its tokens fill to a file, and return how many tokens those are.
+        """Prefill a prompt, write the cache pages that its tokens fill to a file, and return how many tokens they hold.
 
-        `load_prefix` puts them into the prefix cache of a model that is loaded alike. Raises UsageError for a prompt
-        that fills no page, where prompts are not kept, and where the file cannot be written.
+        `load_prefix` puts them into the prefix cache of a model loaded with the same settings. Raises UsageError for a
+        prompt that fills no page, if there is no prefix cache, and if the file cannot be written.
         """
         [asked] = self._requests([prompt], None, {})
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -304,9 +304,9 @@ class Model:
     def load_prefix(self, path: str | Path, *, control: Control | None = None) -> int:
         """Put the pages of a file of `save_prefix` into the prefix cache, and return how many tokens they hold.
 
-        A prompt that begins as they do is read from there on. Under another `control` than the model's own pages have
-        a cache of their own. Raises UsageError for a file that is damaged or not of this model and its settings, and
-        where there is no room for it.
+        A prompt that begins with these tokens is prefilled from their end on. A `control` of another structure than the
+        model's own has a separate prefix cache. Raises UsageError for a file that is damaged or that another model or
+        other settings wrote, and if there are too few free pages.
         """
         replicas = self._keeping_prefixes(control)
         prefix = saved_prefix.read(path, saved_prefix.depends_on(replicas.replicas[0]))
@@ -314,7 +314,7 @@ class Model:
         return len(prefix.tokens)
 
     def _keeping_prefixes(self, control: Control | None) -> Replicas:
-        """What serves under a control, and keeps prompts. Raises UsageError where it does not."""
+        """Return the replicas for a control. Raises UsageError if they have no prefix cache."""
         self._use.check()
         replicas = self.replicas(control)
         if not replicas.replicas[0].pool.keeps_prefixes:
@@ -324,10 +324,10 @@ class Model:
         return replicas
 
     def update(self, params: Any) -> None:
-        """Serve other weights from now on, as a trainer does between rollouts: nothing is compiled.
+        """Replace the weights, as a trainer does between rollouts, without compiling anything.
 
-        They have the structure, shapes and dtypes of `params` as they are. Cached prefixes are dropped; what was
-        measured of the model's heads stays. Raises UsageError for other weights, and while requests are served.
+        The new weights must have the structure, shapes and dtypes of the current `params`. Cached prefixes are evicted;
+        the calibration of heads stays. Raises UsageError for other weights, and while requests are running.
         """
         self._use.check()
         _check_alike(self.params, params)
@@ -339,15 +339,15 @@ class Model:
                 replicas.update(weights)
 
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
-        """Compile every program that serving under `control` needs, so that no request waits for it.
+        """Compile every program that serving under `control` needs, so that no request waits for a compilation.
 
-        Without `drafts` the largest of them, that which drafts, is not waited for: texts begin without drafts, which
-        change none, while another thread makes it. Where no programs are kept on disk that makes no difference.
+        Without `drafts` another thread compiles the largest program, the drafting one, and sequences begin without
+        drafts, which does not change their tokens. If no programs are stored on disk, `drafts` has no effect.
         """
         self.replicas(control, drafts=drafts)
 
     def describe(self) -> list[str]:
-        """Return lines that say what runs where and what it needs, for a person."""
+        """Return readable lines that report what runs on which device, and its memory."""
         return description(self.settings, self.decoder_config, self.params, self._plan, self._remarks)
 
     def _requests(self, prompts: Prompts, params: SamplingParams | None, settings: dict) -> list[GenerationRequest]:
@@ -356,7 +356,7 @@ class Model:
     def _check_call(
         self, control: Control | None, knobs: abc.Mapping[str, Any], cancelled: Callable[[], bool] | None = None
     ) -> Control | None:
-        """Return the control of a call, its preset with the `knobs`. Raises UsageError where it cannot be served."""
+        """Return the control of a call, its preset with the `knobs`. Raises UsageError if it is not supported."""
         self._use.check()
         check_untraced()
         control = self.settings.with_knobs(control, knobs)
@@ -366,15 +366,15 @@ class Model:
         return control
 
     def _checked(self, requests: list[GenerationRequest], control: Control | None) -> list[Sequence]:
-        """Check every request before any work is done for one."""
+        """Return the sequences of all requests, so that every request is checked before any of them runs."""
         return [one for index, request in enumerate(requests) for one in self.sequences(index, request, control)]
 
     def sequences(
         self, prompt_index: int, request: GenerationRequest, control: Control | None = None
     ) -> list[Sequence]:
-        """Return the `n` sequences that a request asks for, not submitted yet; `prompt_index` names it in events.
+        """Return the `n` sequences of a request, not submitted yet; events name the request by `prompt_index`.
 
-        Raises UsageError where it cannot be served.
+        Raises UsageError if the model cannot run the request.
         """
         config = self._configuration(control)
         adapters = tuple(self.settings.adapters or ())
@@ -394,9 +394,9 @@ class Model:
     @untraced
     @own_settings()
     def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
-        """Return what serves under controllers of a structure, made and warmed up, `drafts` too, when first asked for.
+        """Return the replicas for a control's structure; the first call creates them and warms them up (`drafts` too).
 
-        Others that are idle are dropped.
+        Idle replicas of other structures are dropped.
         """
         own = self.decoder(control)
         wanted = _structure(own.config)
@@ -414,13 +414,13 @@ class Model:
                 replicas = Replicas(queue, each, self._use)
                 replicas.warm_up(self._tell, drafts)
                 served[wanted] = replicas
-        if self._use.closed:  # meanwhile, by another thread
+        if self._use.closed:  # by another thread, during warm-up
             self.close()
             raise self._use.refusal
         return served[wanted]
 
     def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
-        """A replica, on the devices or their groups in turn, beginning where the weights are."""
+        """Return replica `number`: replicas take devices, or groups of them, in turn from the weights' own on."""
         weights, mesh = self.weights, own.config.mesh
         if mesh is None:
             home = device_of(weights)
@@ -435,8 +435,8 @@ class Model:
             queue,
             self.settings,
             metrics=self.metrics,
-            # The surprisal of the first token after a kept page needs logits that are kept nowhere.
-            # Nor would the model know what the small one alone has read, nor a budget what came before the page.
+            # Cached pages lack the logits that the surprisal of the next token requires, tokens that only the small
+            # model has prefilled, and a prefill budget's record of the tokens before them.
             keep_prefixes=self.settings.prefix_cache
             and "surprisals" not in own.config.keeps
             and not own.config.lazy
@@ -444,9 +444,9 @@ class Model:
         )
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
-        """Return the pure functions underneath, bound to this model; compiled once for all controllers of a structure.
+        """Return this model's decoder, a set of pure functions; controllers of the same structure share compilations.
 
-        `keep` is that of `DecoderConfig`. The last few are kept.
+        `keep` is that of `DecoderConfig`. The model caches the most recently used decoders.
         """
         self._use.check()
         config = self._configuration(control, keep)
@@ -454,22 +454,22 @@ class Model:
         with self._lock:
             kept = self._decoders
             found = kept.pop(wanted, None) or executables.kept(decoder(config))
-            kept[wanted] = found  # the last to be used
+            kept[wanted] = found  # now the most recently used
             for old in list(kept)[:-_MOST_DECODERS]:
                 del kept[old]
         return replace(found, config=config)
 
     def _scoring_decoder(self, config: DecoderConfig) -> Decoder:
-        """The functions that score texts under a configuration of `serve.scoring`, of which the last is kept."""
+        """Return the decoder for `score` under a configuration of `serve.scoring`; the largest so far is cached."""
         with self._lock:
             if self._scoring is None or self._scoring.config.num_pages < config.num_pages:
                 self._scoring = executables.kept(decoder(config))
             return self._scoring
 
     def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
-        """The decoder's configuration under a control, checked; the last one is kept, for all requests of a call ask.
+        """Return the checked decoder configuration under a control; the last is cached for the requests of a call.
 
-        Raises UsageError for what is no control, or does not go with the model and its settings.
+        Raises UsageError for a value that is not a control, or is not supported with the model and its settings.
         """
         last = self._configured
         if last is not None and last[0] is control and last[1] == keep:
@@ -482,7 +482,7 @@ class Model:
 
 
 def _check_alike(known: ModelWeights, given: Any) -> None:
-    """Raise UsageError unless weights could stand in for others."""
+    """Raise UsageError unless `given` has the structure, shapes and dtypes of `known`."""
     if jax.tree.structure(known) != jax.tree.structure(given):
         raise UsageError("params is another tree than that of the model; change the leaves of model.params.")
     for (path, one), other in zip(jax.tree.leaves_with_path(known), jax.tree.leaves(given), strict=True):

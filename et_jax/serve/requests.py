@@ -1,4 +1,4 @@
-"""What a caller asks for, checked whole when it is made: sampling settings, and requests that have them."""
+"""Sampling settings and generation requests, validated in full when they are created."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from et_jax.io import values
 from et_jax.text import Grammar
 
 MAX_N = 1024  # continuations of one prompt
-MAX_STOPS = 64  # stop strings of a request,
-MAX_STOP_LENGTH = 1024  # and the characters of each: what looking for them costs is kept far below a token's time
+MAX_STOPS = 64  # stop strings of a request
+MAX_STOP_LENGTH = 1024  # characters of each; these limits keep the search for them far below a token's time
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
 MAX_WORDS = MOST_WORDS // 2  # each is forbidden with a space before it too
 MAX_GRAMMAR = 2**17  # characters of a schema, of a regular expression, or of all texts of a choice
-MAX_PENALTY = 1_000_000  # which rules a token out, or has it always, and is far from where float32 ends
+MAX_PENALTY = 1_000_000  # enough to forbid or force a token, and far from the limits of float32
 _TEXTS = "a text or a list of texts that are not empty"
 _PROMPT = "a text or a list of token ids"
 
@@ -53,24 +53,24 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """Sampling settings of a request.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are
-    off, and so are `top_n_sigma` 0 (its paper has 1), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009), `top_h` 0 (0.4)
-    and `p_less` False, which are as in `decode.sampling.truncation.truncate`; no penalty goes beyond a million, nor
-    `repetition_penalty` below a millionth. `stop` strings end the text and are left out of it; `stop_token_ids`
-    likewise, besides the model's own end tokens, which `ignore_eos` disregards. `n` continuations are drawn, each from
-    its own key derived from `seed`. `logprobs` asks for that many alternatives per token.
+    off. So are `top_n_sigma` 0 (its paper uses 1), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009), `top_h` 0 (0.4) and
+    `p_less` False, which `decode.sampling.truncation.truncate` defines. Penalties are at most a million;
+    `repetition_penalty` is at least a millionth. `stop` strings end the text and are removed from it. So do
+    `stop_token_ids` and the model's own end tokens, which `ignore_eos` disables. `n` continuations are sampled, each
+    with its own key derived from `seed`. `logprobs` is the number of alternatives to return per token.
 
-    No end token, nor one of `stop_token_ids`, is drawn before `min_tokens`. `logit_bias` is added to the logits of the
-    tokens that it names; of `allowed_token_ids`, unless there are none, a token is drawn. The usual tokens of
-    `bad_words`, with and without a space before the word, are not drawn to their end; other tokens may spell the same.
+    End tokens and `stop_token_ids` are not sampled before `min_tokens`. `logit_bias` is added to the logits of the
+    tokens that it names. If `allowed_token_ids` is not empty, only these tokens are sampled. The tokenizations of
+    `bad_words`, with and without a leading space, are never completed; other tokens may spell the same word.
 
-    At most one grammar says what the text must be: `json_schema`, an object or its JSON, for a JSON value; `regex`, in
-    the syntax of Rust's crate of that name; `choice`, for one of these texts. See `text.grammar`.
+    At most one grammar constrains the text: `json_schema`, an object or its JSON, to a JSON value; `regex`, in the
+    syntax of Rust's crate of that name; `choice`, to one of these texts. See `text.grammar`.
 
-    Numbers and lists of numpy and the like are kept as plain ones, one stop string as a list of one. A field that is
-    None has its default. Raises UsageError for a value of another type or out of range.
+    Numpy numbers and lists are converted to plain ones, a single stop string to a tuple. A field that is None gets its
+    default. Raises UsageError for a value of another type or out of range.
     """
 
     max_tokens: int = 256
@@ -129,7 +129,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text must follow, if anything."""
+        """The grammar that constrains the text, or None."""
         if self.choice:
             return Grammar("choice", json.dumps(self.choice, ensure_ascii=False))
         if self.regex:
@@ -138,7 +138,7 @@ class SamplingParams:
 
 
 def _schema(given: Any) -> str:
-    """A schema as JSON on one line, its keys in their order."""
+    """Return a schema as JSON on one line, with its keys in their order."""
     given = values.plain(given)
     if given == "" and isinstance(given, str):
         return ""
@@ -232,17 +232,16 @@ def _bad_words(given: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, a text or its token ids, how to continue it, how urgent that is, and how it is controlled.
+    """A prompt, as text or token ids, with its sampling settings, priority, deadline and control.
 
-    Of two requests the one of higher `priority` is sooner; `deadline` is in seconds from submission. Ids
-    come as any list or array of whole numbers and are kept as a tuple. A field that is None has its default, and so has
-    a number of `control`. `control` sets numbers of the
-    controller for this request alone: by name, as `{"tolerance": 0.1}` (see `control.settings.adjusted`), or
-    as a controller that differs in numbers alone. At most `draft_tokens` tokens are drafted for it in a step, 0 for
-    none, None for as many as the engine drafts. `adapter` names one of those that the model was loaded with.
+    A request of higher `priority` is scheduled sooner; `deadline` is in seconds from submission. Ids may be any list or
+    array of integers and become a tuple. A field, or a number of `control`, that is None gets its default. `control`
+    sets numbers of the controller for this request only: by name, as `{"tolerance": 0.1}` (see
+    `control.settings.adjusted`), or as a controller that differs only in numbers. At most `draft_tokens` tokens are
+    drafted per step: 0 for none, None for the engine's number. `adapter` names an adapter that the model was loaded
+    with.
 
-    Raises UsageError for a value of another type, a priority that is no number, or a deadline that is not
-    ahead.
+    Raises UsageError for a value of another type, a priority that is not a number, or a deadline that is not positive.
     """
 
     prompt: str | Sequence[int]
@@ -274,7 +273,7 @@ class GenerationRequest:
 
 
 def _numbers(given: Any) -> dict[str, int | float]:
-    """Numbers by name, as plain ones, without those that are None; a whole one stays whole."""
+    """Return numbers by name as plain numbers, without those that are None; an integer stays an integer."""
     if not isinstance(given, Mapping):
         raise UsageError(f"control is {values.shown(given)}; it must be a Controller, or numbers by name.")
     numbers = {}
