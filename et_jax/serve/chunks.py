@@ -1,7 +1,7 @@
-"""Prompts cut into chunks, and chunks of several prompts side by side: what a call of `decode.prefill` takes.
+"""Cuts prompts into chunks, and packs chunks of several prompts into the arguments of a `decode.prefill` call.
 
-Every call takes as many chunks as fill a prefill batch, some of them empty: another number of rows would be another
-program, and the last bit of a sum over a row may differ between two programs.
+Every call has as many chunks as fill a prefill batch, some of them empty. A different number of rows would be a
+different program, and two programs may differ in the last bit of a sum over a row.
 """
 
 import itertools
@@ -16,14 +16,14 @@ PackedRows = tuple[np.ndarray[Any, np.dtype[Any]], ...]
 
 
 def rows_per_call(config: DecoderConfig) -> int:
-    """Return how many chunks a call takes."""
+    """Return the number of chunks per call."""
     return config.prefill_batch // config.chunk
 
 
 def pack(config: DecoderConfig, chunks: Sequence[tuple[int, Sequence[int]]], ends: Collection[int] = ()) -> PackedRows:
     """Return `slot`, `tokens`, `count` and `last` for `decode.prefill`.
 
-    `chunks` are slots and at most `config.chunk` tokens for each, at most as many as a call takes. The prompts of the
+    `chunks` are slots with at most `config.chunk` tokens each, at most `rows_per_call` of them. The prompts of the
     slots `ends` end with their last chunk here.
     """
     slot, count = np.zeros((2, rows_per_call(config)), np.int32)
@@ -43,13 +43,13 @@ def split(config: DecoderConfig, prompt: list[int]) -> list[list[int]]:
 
 
 def next_call(config: DecoderConfig, prompts: Iterable[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-    """Return the chunks, as `pack` takes them, that fill the next call; of `prompts`, with their slots, in order."""
+    """Return the next call's chunks, as `pack` takes them, cut from `prompts` (slot and tokens) in order."""
     cut = ((slot, chunk) for slot, prompt in prompts for chunk in split(config, prompt))
     return list(itertools.islice(cut, rows_per_call(config)))
 
 
 def calls(config: DecoderConfig, slot: int, prompt: list[int]) -> Iterator[PackedRows]:
-    """Yield what `decode.prefill` takes, call by call, to write a prompt into a slot."""
+    """Yield the arguments of each `decode.prefill` call that writes a prompt into a slot."""
     for at in range(0, len(prompt), config.prefill_batch):
         part = split(config, prompt[at : at + config.prefill_batch])
         ends = (slot,) if at + config.prefill_batch >= len(prompt) else ()

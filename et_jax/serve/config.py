@@ -1,4 +1,4 @@
-"""What a caller may set of an engine, checked in one place; it travels as one value from there on."""
+"""The settings of an engine, validated in one place and passed on as one value."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -32,34 +32,34 @@ from et_jax.scope import platform
 from et_jax.serve.loading import min_context
 from et_jax.types import replace
 
-LOOKUP = "lookup"  # drafts from the text itself
-SELF = "self"  # the model drafts for itself; any other drafter is a model beside it
-LOOKUP_BEFORE = "lookup+"  # before another drafter: that one drafts where a lookup has no guess
-LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the usual one
+LOOKUP = "lookup"  # drafts from the sequence's own tokens
+SELF = "self"  # the model drafts for itself; any other drafter is a second model
+LOOKUP_BEFORE = "lookup+"  # prefix of another drafter, which drafts if the lookup finds no match
+LENGTHS = ("acceptance", "entropy", "fixed")  # the first is the default
 USUAL_POLICY = "latent"
 AUTO = "auto"
 CACHE_DTYPES = (AUTO, "bfloat16", "float32", *NAMED_8_BITS)  # the first is the dtype of the weights
-CALIBRATIONS = (AUTO, "none")  # the first is what was measured, or is measured where a control goes by it
-PROGRAMS = "auto"  # compiled programs are kept in the user's cache unless the caller says otherwise
-MOST_ADAPTERS = 256  # beside one model
-_MOST = 2**20  # of anything that is counted: beyond it no machine has room
+CALIBRATIONS = (AUTO, "none")  # the first uses a stored calibration, or measures one if the control requires it
+PROGRAMS = "auto"  # compiled programs are stored in the user's cache
+MOST_ADAPTERS = 256  # per model
+_MOST = 2**20  # of any count: no machine has memory for more
 
 Control = str | Controller
-"""A preset by name, see `presets.preset`, or a controller of one's own."""
+"""A preset by name, see `presets.preset`, or a controller."""
 
 
 def _decisive(default: Any) -> Any:
-    """Return a field that may change a text, be it in the last bit."""
+    """Return a field that may change a sequence's numbers, be it in the last bit."""
     return dataclasses.field(default=default, metadata={"decisive": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of `load`, which says what each of them means; sizes are integers.
+    """The settings of `load`, which documents each of them; sizes are integers.
 
-    What is None was not given, and its default stands in for it; but `compilation_cache` None keeps no programs, and
-    `name` is never None. Raises UsageError, one sentence, for a value of another
-    type, one that cannot work with any model, and settings that do not go together (`decode.compat`).
+    None stands for the default; but `compilation_cache` None disables the compile cache, and `name` is never None.
+    Raises UsageError, one sentence, for a value of another type, a value that cannot work with any model, and settings
+    that are not supported together (`decode.compat`).
     """
 
     name: str = "bundled"
@@ -152,12 +152,12 @@ class EngineConfig:
             checked["compilation_cache"] = Path(_text("compilation_cache", self.compilation_cache))
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        # a law that does not say what it sets may want to know the model's shapes, and is asked once they are known
+        # a law without `sets` may depend on the model's shapes, so `sizing` checks it again once they are known
         laws = self._with_experts(controller(self.control, None))
         compat.check(self.case(laws, steers=lambda: not READING.isdisjoint(laws.law.sets or ())))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
-        """Return what is to go together: what was given, `laws`, and what else is `known` (`compat.Case`)."""
+        """Return the combination to check: the settings given, `laws`, and other `known` facts (`compat.Case`)."""
         asked = self.cache_budget
         policy = asked.policy if isinstance(asked, Compression) else POLICIES[self.policy]
         return compat.Case(
@@ -170,21 +170,21 @@ class EngineConfig:
 
     @property
     def laws(self) -> Controller:
-        """The controller that `control` names or is, with the rule for experts."""
+        """The controller of `control`, with the rule for experts."""
         return self.laws_of(self.control)
 
     def laws_of(self, control: Control) -> Controller:
-        """Return the controller that a `control` names, on the platform that JAX runs on here, or is.
+        """Return the controller of `control`, a preset's name or a controller, for JAX's current platform.
 
-        With the rule for experts, unless it has its own.
+        The rule for experts is added unless the controller has its own.
         """
         return self._with_experts(controller(control, platform()))
 
     def with_knobs(self, control: Control | None, given: Mapping[str, Any]) -> Control | None:
         """Return the control of a call, with those knobs of its preset that are `given`.
 
-        Without a `control` that is the preset that the engine was loaded with; without a knob it is `control` itself.
-        Raises UsageError for a knob that the preset does not have, and for a controller that is not made by a preset.
+        Knobs without a `control` apply to the preset that the engine was loaded with; without knobs `control` is
+        returned unchanged. Raises UsageError for a knob that the preset lacks, and for a controller without a preset.
         """
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
@@ -203,28 +203,28 @@ class EngineConfig:
     def _with_experts(self, laws: Controller) -> Controller:
         rule = self.experts
         if isinstance(rule, str):
-            share = None if rule not in SHARES else self.expert_share  # for others `compat` refuses it
+            share = None if rule not in SHARES else self.expert_share  # `compat` rejects it for other rules
             rule = RULES[rule](**({} if share is None else {SHARES[rule]: share}))
         return laws if rule is None or laws.experts is not None else laws.with_experts(rule)
 
     @property
     def policy(self) -> str:
-        """What a `cache_budget` that is a number keeps."""
+        """The policy by which a numeric `cache_budget` ranks cache entries."""
         return self.cache_policy or USUAL_POLICY
 
     @property
     def drafter(self) -> str | None:
-        """Who drafts, be it where a lookup has no guess: "lookup", "self", or a model."""
+        """The drafter, without the "lookup+" before it: "lookup", "self", or a model."""
         return None if self.draft is None else str(self.draft).removeprefix(LOOKUP_BEFORE)
 
     @property
     def draft_model(self) -> str | None:
-        """The model that drafts, if one does."""
+        """The draft model, or None."""
         return None if self.drafter in (LOOKUP, SELF) else self.drafter
 
     @property
     def adapter(self) -> Path | None:
-        """The folder of the adapter that is merged into the model, if one is."""
+        """The folder of the adapter that is merged into the model, or None."""
         return None if self.lora is None else expanded(self.lora)
 
     @property
@@ -234,23 +234,23 @@ class EngineConfig:
 
     @property
     def measures(self) -> bool:
-        """Whether a model is taken as it was measured, or is measured where a control goes by that."""
+        """Whether a stored calibration is used, and a missing one measured if the control requires it."""
         return self.calibration == AUTO
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The models beside the one that is loaded: a small one that drafts or takes turns with it, or none."""
+        """The names of second models: a draft model, or a small model that alternates with the loaded one."""
         return tuple(str(one) for one in (self.draft_model, self.small) if one is not None)
 
     @property
     def most_drafted(self) -> int:
-        """Tokens that are drafted of a sequence in a step, where any are."""
+        """The most tokens drafted per sequence and step, if drafting is enabled."""
         return Drafting.most if self.draft_tokens is None else self.draft_tokens
 
     def drafting(self, batch: int, sizes: ReadSizes, drafter_cost: float = 0.0) -> Drafting | None:
-        """Return how tokens are drafted, each at `drafter_cost` of a step of the model, 0 if no model drafts.
+        """Return how tokens are drafted, None without drafting. Steps have `batch` rows plus the drafted ones.
 
-        Steps have `batch` rows, and the drafted ones; the model reads what `sizes` say. None where nothing is drafted.
+        A drafted token costs the share `drafter_cost` of a model step (0: no draft model), which reads `sizes` bytes.
         """
         if self.draft is None:
             return None
@@ -264,7 +264,7 @@ class EngineConfig:
         before = None
         if self.drafter != self.draft:
             looked_up = by_acceptance(most, sequences, batch)
-            if by_time is not None:  # all draft alike
+            if by_time is not None:  # both drafters use the same widths
                 looked_up = replace(looked_up, widths=by_time.widths)
             before = Drafting(most=most, length=self._length(looked_up, EntropyLength()), drafter=lookup)
         return Drafting(
@@ -276,20 +276,20 @@ class EngineConfig:
         )
 
     def _length(self, usual: DraftLength, by_certainty: DraftLength) -> DraftLength:
-        """The law of lengths that is asked for."""
+        """Return the law of draft lengths that `draft_length` names."""
         return {"entropy": by_certainty, "fixed": FixedLength()}.get(self.draft_length or "", usual)
 
     @property
     def given(self) -> dict[str, Any]:
-        """Every setting by its name, as `load` takes them."""
+        """Every setting by its name, as `load` receives it."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """Those of the sizes that may change a text; with the model and the control they decide it."""
+        """The settings that may change a sequence; with the model and the control they determine it."""
         named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
         if self.cache_dtype == AUTO:
-            del named["cache_dtype"]  # `dtype` says it
+            del named["cache_dtype"]  # it equals `dtype`
         if self.measures:
             del named["calibration"]
         if self.tensor_parallel == 1:
@@ -300,10 +300,10 @@ class EngineConfig:
 
 
 def controller(control: Control, platform: str | None = None) -> Controller:
-    """Return the controller that `control` names or is. Raises UsageError for anything else.
+    """Return the controller of a preset's name or a controller. Raises UsageError for anything else.
 
-    A preset that is named chooses blocks from the length on at which that pays on the `platform` (`min_context.usual`);
-    at every length where no platform is given.
+    A preset by name selects blocks from the length on at which this saves time on `platform` (`min_context.usual`);
+    without a platform, at every length.
     """
     if isinstance(control, str):
         return preset(control) if platform is None else min_context.named(control, platform)
@@ -316,7 +316,7 @@ def controller(control: Control, platform: str | None = None) -> Controller:
 
 
 def _adapters(given: Any) -> dict[str, str]:
-    """Folders of adapters by their names."""
+    """Return the folders of adapters by name."""
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
         raise UsageError(f"adapters is {values.shown(given)}; it must map names to folders of adapters.")
     if len(given) > MOST_ADAPTERS:
@@ -325,7 +325,7 @@ def _adapters(given: Any) -> dict[str, str]:
 
 
 def _count(name: str, value: Any) -> int:
-    """A size of at least 1, of which a machine could hold so many."""
+    """Return a size from 1 to `_MOST`."""
     counted = values.integer(name, value, 1)
     return values.integer(name, counted, 1, _MOST, f"at most {_MOST}")
 

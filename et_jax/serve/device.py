@@ -1,6 +1,6 @@
-"""The device's side of a replica: the state of one decoder, and everything that is done to it, in the host's terms.
+"""The device side of a replica: the state of one decoder, and every operation on it, with host values as arguments.
 
-Which slots and pages those are is decided elsewhere; here slots are numbers and pages lists of numbers.
+The caller decides on slots and pages; here slots are numbers and pages are lists of numbers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,9 +31,9 @@ from et_jax.types import replace
 
 
 class Device:
-    """The decode state of a decoder, where its weights are; every method that changes it leaves another in its place.
+    """The decode state of a decoder, on the device of its weights; methods replace `state` by a new one.
 
-    `promises` are the answers of the device, not fetched yet, on whether there were pages for what was asked.
+    `promises` are device results, not fetched yet, that say whether pages were granted.
     """
 
     def __init__(self, weights: Weights, decoder: Decoder) -> None:
@@ -41,14 +41,14 @@ class Device:
         mesh = self.config.mesh
         if mesh is None:
             self._where = device_of(weights)
-            with jax.default_device(self._where):  # where there is room for it
+            with jax.default_device(self._where):  # the state may not fit on another device
                 self.state: DecodeState = jax.device_put(decoder.empty(), self._where)
         else:
-            self._where = NamedSharding(mesh, PartitionSpec())  # of what every chip has
+            self._where = NamedSharding(mesh, PartitionSpec())  # of arrays replicated on every chip
             self.state = decoder.empty()
         self.promises: list[jax.Array] = []
-        self._drafting: Future[object] | None = None  # what makes the program that drafts, while it is not awaited
-        # What decodes whatever there is, and what serves the sequences of the decoder's own controller.
+        self._drafting: Future[object] | None = None  # the background compilation of the drafting program
+        # The program that decodes every sequence, and the one for sequences of the decoder's own controller.
         [platform] = {device.platform for device in jax.tree.leaves(weights)[0].devices()}
         whole = self.config.full_variant
         self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
@@ -56,17 +56,16 @@ class Device:
 
     @property
     def making(self) -> bool:
-        """Whether a program is made beside what is done: that which drafts, or one for few sequences."""
+        """Whether a program is being compiled in the background: the drafting one, or one of few rows."""
         drafting = self._drafting is not None and not self._drafting.done()
         return drafting or any(few.making for few in self._few.values())
 
     def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
-        """Compile every program that serving can need, by running each on nothing.
+        """Compile every program that serving can need, by running each with no sequences.
 
-        Sharing pages and swapping sequences are among them where `shares` and `swaps` say so. Without `drafts` the
-        program that drafts is not awaited: until another thread has made it, steps have no drafts. Where the
-        controller's own sequences are never long enough for blocks to be chosen, what chooses them is made when a
-        request asks for it.
+        `shares` and `swaps` include the programs that share pages and swap sequences. Without `drafts` another thread
+        compiles the drafting program, and steps have no drafts until it is ready. If the controller's sequences are
+        never long enough for block selection, the program with selection is compiled when a request requires it.
         """
         programs: dict[str, Callable[[], Any]] = {
             "prefill": lambda: self.prefill([]),
@@ -89,7 +88,7 @@ class Device:
         if not drafts and self.config.draft is not None and isinstance(first, Kept):
             lasting = not first.is_kept(*asked)
             first, drafting = plain, first.ahead(*asked)
-        beside = later.worker(lasting=lasting)  # the largest program is made beside the others, and run when they are
+        beside = later.worker(lasting=lasting)  # compiles the largest program concurrently; it runs after the others
         if isinstance(first, Kept):
             ahead = beside.submit(first.ahead(*asked))
             programs["decode"] = lambda: (ahead.result(), self._burst(first, 0, until_end=False))
@@ -106,7 +105,7 @@ class Device:
     # Sequences.
 
     def prefill(self, rows: Sequence[tuple[int, list[int]]], ends: Collection[int] = ()) -> None:
-        """Write chunks of prompts, each after what its slot holds, in one call; those of the slots `ends` end here."""
+        """Append chunks of prompts to their slots in one call; the prompts of the slots `ends` end here."""
         packed = chunks.pack(self.config, rows, ends)
         self.state, granted = self.decoder.prefill(self.weights, self.state, *packed)
         self.promises.append(granted)
@@ -116,7 +115,7 @@ class Device:
         self.state = self.decoder.insert(self.state, np.int32(slot), asked)
 
     def constrain(self, ahead: Mapping[int, tuple[list[int], Bits]]) -> None:
-        """Say of some slots which tokens are forced next, and what may be drawn after them; then they pause."""
+        """Set the forced next tokens of some slots and the tokens permitted after them; then these slots pause."""
         slots, steering = self.config.num_slots, self.state.steering
         assert steering is not None
         bits = np.full(steering.next.shape, 0xFFFFFFFF, np.uint32)
@@ -131,11 +130,11 @@ class Device:
     def decode(
         self, num_steps: int, running: int, *, may_choose: bool = True, until_end: bool
     ) -> tuple[StepOutput, jax.Array, Variant]:
-        """Start a burst of steps of the `running` sequences, of which blocks may be chosen or never are.
+        """Start a burst of steps for `running` sequences, with block selection only if `may_choose`.
 
-        Returns its outputs and how many steps were run, both still to be fetched, and what program ran. A model that
-        drafts for itself notes what it reads where a draft is wanted. While none is, the program that can do neither
-        runs.
+        Returns the outputs and the number of steps run, both on the device, and the program that ran. A model that
+        drafts for itself records the blocks it reads while the draft law asks for drafts. When it asks for none, the
+        plain program runs.
         """
         whole = self._whole if may_choose else self._usual
         few = self._few[whole].chosen(running)
@@ -143,23 +142,23 @@ class Device:
         return *self._burst(self.decoder.variants[variant], num_steps, until_end=until_end), variant
 
     def _of_all_rows(self, whole: Variant) -> Variant:
-        """The program of all rows that is to run, with drafts or without."""
+        """Return the program of all rows to run, with drafts or without."""
         plain = whole._replace(drafts=False)
         if self._drafting is not None:
             if not self._drafting.done():
                 return plain
-            self._drafting.result()  # what kept it from being made
+            self._drafting.result()  # raises the error of a failed compilation
             self._drafting = None
         return plain if self.config.pruned is not None and not wants_drafts(self.state) else whole
 
     def note(self, running: int, variant: Variant, seconds: float) -> None:
-        """Note how long a burst of so many sequences took a program, and the prompts before it."""
+        """Record the seconds of a burst of `running` sequences, with the prefill before it, for `FewRows`."""
         whole = self._whole if variant.chooses else self._usual
         self._few[whole].note(running, variant.rows, seconds, *self._nothing_to_decode)
 
     @property
     def _nothing_to_decode(self) -> tuple[Any, ...]:
-        """What a program that decodes is given to run no step."""
+        """The arguments with which a decode program runs no step."""
         return self.weights, self.state, np.int32(0), np.bool_(False)
 
     def _burst(self, decode: Callable[..., Any], num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
@@ -167,11 +166,11 @@ class Device:
         return outputs, ran
 
     def set_draft_laws(self, laws: tuple[DraftLength, ...]) -> None:
-        """Set the numbers of the laws of how many tokens are drafted."""
+        """Set the numbers of the laws of draft lengths."""
         self.state = replace(self.state, draft_laws=jax.device_put(law_numbers(laws), self._where))
 
     def compress(self, slot: int) -> None:
-        """Keep of a slot's cache what the configuration says."""
+        """Compress a slot's cache as the configuration specifies."""
         self.state, granted = self.decoder.compress(self.state, np.int32(slot))
         self.promises.append(granted)
 
@@ -180,13 +179,13 @@ class Device:
         self.state = self.decoder.release(self.state, np.int32(slot))
 
     def swap_out(self, slot: int, num_pages: int) -> tuple[SlotRow, list[Pages]]:
-        """Return copies, still to be fetched, of what is known of a slot and of its pages."""
+        """Return copies, still on the device, of a slot's row of the state and of its pages."""
         firsts = range(0, num_pages, self.config.pages_per_swap)
         pages = [self.decoder.read_pages(self.state, np.int32(slot), np.int32(first)) for first in firsts]
         return self.decoder.read_row(self.state, np.int32(slot)), pages
 
     def swap_in(self, slot: int, row: SlotRow, pages: list[Pages]) -> None:
-        """Put into an empty slot what `swap_out` copied."""
+        """Restore the copies of `swap_out` into an empty slot."""
         self.state, granted = self.decoder.write_row(self.state, np.int32(slot), row)
         self.promises.append(granted)
         for number, taken in enumerate(pages):
@@ -194,19 +193,19 @@ class Device:
             self.state = self.decoder.write_pages(self.state, np.int32(slot), first, taken)
 
     def fill(self, slot: int, num_tokens: int, pages: list[Pages]) -> None:
-        """Give an empty slot so many tokens of a prompt, whose pages `swap_out` copied once."""
+        """Fill an empty slot with `num_tokens` tokens of a prompt, whose pages `swap_out` copied earlier."""
         row = jax.device_get(self.decoder.read_row(self.state, np.int32(slot)))
         self.swap_in(slot, row | {"length": np.int32(num_tokens)}, pages)
 
     def set_urgency(self, urgency: dict[int, float]) -> None:
-        """Set how urgent the sequences in these slots are; those in others are not."""
+        """Set the urgency of the sequences in these slots; that of other slots becomes 0."""
         values = np.zeros(self.config.num_slots, np.float32)
         values[list(urgency)] = list(urgency.values())
-        # Put where the state is, or it would be another program.
+        # Put on the device of the state; elsewhere it would compile another program.
         self.state = replace(self.state, urgency=jax.device_put(values, self._where))
 
     def set_adapters(self, adapters: dict[int, int]) -> None:
-        """Set the numbers of the adapters of the sequences in these slots; those in others have none."""
+        """Set the adapter numbers of the sequences in these slots; other slots have none."""
         numbers = np.zeros(self.config.num_slots, np.int32)
         numbers[list(adapters)] = list(adapters.values())
         plant = replace(self.state.plants[0], adapter=jax.device_put(numbers, self._where))
@@ -215,16 +214,16 @@ class Device:
     # Pages.
 
     def share(self, slot: int, pages: list[int]) -> None:
-        """Start an empty slot with pages that are kept."""
+        """Start an empty slot with cached prefix pages."""
         self.state = self.decoder.share(self.state, np.int32(slot), *self._padded(pages))
 
     def keep(self, pages: list[int]) -> None:
-        """Count one more reference to the pages of one slot, until `evict`."""
+        """Add a reference to each of a slot's pages, until `evict`."""
         if pages:
             self.state = self.decoder.increment(self.state, *self._padded(pages))
 
     def evict(self, pages: list[int]) -> None:
-        """Count one reference less to each of any number of pages."""
+        """Drop a reference to each of these pages, of any number."""
         most = self.config.blocks_per_slot
         for start in range(0, len(pages), most):
             self.state = self.decoder.decrement(self.state, *self._padded(pages[start : start + most]))
@@ -234,7 +233,7 @@ class Device:
         self.state = self.decoder.decrement(self.state, *self._padded([]))
 
     def _padded(self, pages: list[int]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.int32]:
-        """Return pages in an array of one size, and their number."""
+        """Return pages in an array of a fixed size, and their number."""
         whole = np.zeros(self.config.blocks_per_slot, np.int32)
         whole[: len(pages)] = pages
         return whole, np.int32(len(pages))

@@ -1,4 +1,4 @@
-"""Counters of what a model has served, and their text for Prometheus.
+"""Counters of a model's requests and tokens, and their text for Prometheus.
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats/, text, version 0.0.4.
 """
@@ -16,7 +16,7 @@ _PREFIX = "et_jax_"
 
 
 def _counter(name: str, what: str, start: int | float = 0) -> Any:
-    """Return a field that begins at `start`, written under `name`, which ends in its unit, with `what` it is."""
+    """Return a field that starts at `start`, exported as `name` (which ends in its unit) with `what` as its help."""
     return dataclasses.field(default=start, metadata={"name": name, "help": what})
 
 
@@ -24,11 +24,10 @@ def _counter(name: str, what: str, start: int | float = 0) -> Any:
 class Metrics:
     """Sums since the model was loaded; replicas add to them.
 
-    `finished` counts continuations by finish reason. `cached_prompt_tokens` are the prompt tokens that
-    the prefix cache held already. `cost` and `flops` are those of ended continuations; idle rows, which a
-    step runs with the others, are counted apart. `programs_compiled_late` are those of `programs_compiled` that a round
-    waited for after warm-up. `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to end)
-    are sums over requests.
+    `finished` counts continuations by finish reason. `cached_prompt_tokens` are prompt tokens found in the prefix
+    cache. `cost` and `flops` are those of ended continuations; `idle_cost` and `idle_flops` are those of rows that
+    brought no token. `programs_compiled_late` are those of `programs_compiled` that a round waited for after warm-up.
+    `waiting_seconds` (submission to first slot) and `serving_seconds` (first slot to end) are sums over requests.
     """
 
     finished: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -58,35 +57,35 @@ class Metrics:
     serving_seconds: float = _counter("serving_seconds_total", "Seconds that requests were in service.", 0.0)
 
     def add_programs(self, made: Made) -> None:
-        """Count what programs took."""
+        """Add the number of programs and the seconds that they took."""
         self.programs_compiled += made.programs
         self.tracing_seconds += made.tracing
         self.compiling_seconds += made.compiling
         self.loading_seconds += made.loading
 
     def add_rows(self, num_rows: int, num_served: int, idle: Price) -> None:
-        """Count the rows of a step, and what the idle ones came to: empty, failed, or past the end of their text."""
+        """Count the rows of a step, and the price of the idle ones: empty, failed, or past the end of their text."""
         self.step_rows += num_rows
         self.idle_rows += num_rows - num_served
         self.idle_flops += idle.flops
         self.idle_cost += 0.0 if num_served else idle.shared
 
     def add_token(self, token: TokenTrace) -> None:
-        """Count a token that was produced, and those that were drafted beside it."""
+        """Count a token that was produced, and the tokens drafted in its step."""
         self.generated_tokens += 1
         self.drafted_tokens += token.drafted
         self.accepted_tokens += token.accepted
         self.small_tokens += token.by_small is True
 
     def add_completion(self, done: Completion) -> None:
-        """Count one continuation that ended, and what it came to."""
+        """Count a continuation that ended, with its entropic time, cost and FLOPs."""
         self.finish(done.finish_reason)
         self.entropic_time += done.entropic_time
         self.cost += done.cost
         self.flops += done.flops
 
     def finish(self, reason: str) -> None:
-        """Count one continuation that ended for `reason`."""
+        """Count a continuation that ended for `reason`."""
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def prometheus(self) -> str:
@@ -100,9 +99,9 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def write(self, path: Path) -> None:
-        """Replace the file at `path` by the counters: a reader sees the old ones or the new, never half of either.
+        """Replace the file at `path` by the counters, atomically.
 
-        Raises UsageError where it cannot be written.
+        Raises UsageError if it cannot be written.
         """
         replace_file(path, self.prometheus())
 

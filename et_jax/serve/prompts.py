@@ -1,4 +1,4 @@
-"""What callers may hand over as prompts and settings, made into requests, and a request made into its sequences."""
+"""Converts a caller's prompts and settings into requests, and a request into its sequences."""
 
 import dataclasses
 import difflib
@@ -21,7 +21,7 @@ from et_jax.serve.sequence import Sequence, Text
 from et_jax.text import Grammars, Tokenizer
 from et_jax.text.grammar import Matcher
 
-_BYTES_PER_BYTE = 4  # a tokenizer's normaliser may write one byte for so many: full-width letters, styled digits
+_BYTES_PER_BYTE = 4  # a tokenizer's normaliser may map up to 4 bytes to a byte: full-width letters, styled digits
 _WANTED = "a text, a list of token ids, a GenerationRequest, or a list of those"
 _SETTINGS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _OTHERS = ("control", "progress", "cancelled", *KNOBS)
@@ -30,11 +30,11 @@ _OTHERS = ("control", "progress", "cancelled", *KNOBS)
 def requests_of(
     prompts: Any, params: SamplingParams | None, settings: Mapping[str, Any], most: int
 ) -> list[GenerationRequest]:
-    """Return a request for each prompt; a request among them stands as it is.
+    """Return a request for each prompt; prompts that are requests are returned unchanged.
 
-    The settings of `params` are those of all others, changed by `settings` where those are not None. A list of whole
-    numbers, or an array of one axis, is one prompt. Raises UsageError for anything else, and for ids in number above
-    `most`, before they are looked at.
+    The others get the settings of `params`, replaced by those of `settings` that are not None. A list of integers, or
+    an array of one axis, is a single prompt. Raises UsageError for anything else, and for more than `most` ids before
+    it reads them.
     """
     settings = {name: value for name, value in settings.items() if value is not None or name not in _SETTINGS}
     asked = _params(params, settings)
@@ -54,12 +54,12 @@ def sequences_of(
     name: str,
     adapters: tuple[str, ...] = (),
 ) -> list[Sequence]:
-    """Return the `n` sequences that a request asks of model `name`, not submitted yet; `prompt_index` numbers it.
+    """Return the `n` sequences of a request to model `name`, not submitted yet; `prompt_index` numbers the request.
 
-    They run under `config.controller`, its numbers changed where the request has its own. `adapters` are the names of
-    those beside the model.
+    They run under `config.controller`, with the request's own numbers if it has any. `adapters` are the names of the
+    loaded adapters.
 
-    Raises UsageError where it cannot be served.
+    Raises UsageError if the model cannot run the request.
     """
     prompt, params, length, tokenizer = request.prompt, request.params, config.max_length, grammars.tokenizer
     laws, adapter = _laws(config.controller, request.control), request.adapter
@@ -115,7 +115,7 @@ def sequences_of(
 def _steered(
     params: SamplingParams, stop_ids: tuple[int, ...], tokenizer: Tokenizer, vocab_size: int, name: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of the words that a request forbids. Raises UsageError where it leaves no token to draw."""
+    """Return the tokens of the words that a request forbids. Raises UsageError if it permits no token."""
     _check_ids("logit_bias names", dict(params.logit_bias), vocab_size, name)
     _check_ids("allowed_token_ids holds", params.allowed_token_ids, vocab_size, name)
     found = dict.fromkeys(
@@ -138,9 +138,9 @@ def _steered(
 def prompt_ids(
     prompt: str | tuple[int, ...], tokenizer: Tokenizer, config: DecoderConfig, name: str, *, opening: bool = True
 ) -> list[int]:
-    """Return the token ids of a prompt of model `name`; without `opening` no token is put before its text.
+    """Return the token ids of a prompt of model `name`; without `opening` no begin token is added to a text.
 
-    Raises UsageError where it is empty, holds ids that the model has not, or could not fit.
+    Raises UsageError for a prompt that is empty, has ids outside the model's vocabulary, or is too long.
     """
     if isinstance(prompt, str):
         check_bytes(prompt, tokenizer.longest_token, config.max_length)
@@ -155,7 +155,7 @@ def prompt_ids(
 
 
 def refused(prompt_index: int, request: Any, sentence: str) -> TokenEvent:
-    """Return the only event of a request that cannot be served."""
+    """Return the only event of an invalid request, with `sentence` as its error."""
     completion = Completion(
         prompt=request.prompt if isinstance(request, GenerationRequest) and isinstance(request.prompt, str) else "",
         prompt_tokens=0,
@@ -170,7 +170,7 @@ def refused(prompt_index: int, request: Any, sentence: str) -> TokenEvent:
 
 
 def _laws(controller: Controller, asked: Controller | Mapping[str, int | float] | None) -> Controller:
-    """The controller of a request: that of all, with numbers of its own where it asks for some."""
+    """Return the controller of a request: the common one, with the request's own numbers if it has any."""
     if asked is None:
         return controller
     if not isinstance(asked, Controller):
@@ -193,15 +193,15 @@ def _check_ids(what: str, ids: Iterable[int], vocab_size: int, name: str) -> Non
 
 
 def check_length(num_ids: int, most: int) -> None:
-    """Raise UsageError where a prompt has more ids than fit in any case."""
+    """Raise UsageError for a prompt of more than `most` ids."""
     if num_ids > most:
         raise UsageError(f"The prompt has {num_ids} tokens and at most {most} fit with the text; shorten the prompt.")
 
 
 def check_bytes(text: str, longest_token: int, most: int) -> None:
-    """Raise UsageError where a text has more bytes than `most` tokens of `longest_token` bytes could stand for.
+    """Raise UsageError for a text of more bytes than `most` tokens of `longest_token` bytes can encode.
 
-    It is generous: a tokenizer may normalise four bytes to one before it cuts the text.
+    The bound is loose, because a tokenizer may normalise four bytes to one before it splits the text.
     """
     num_bytes, bound = len(text.encode()), most * longest_token * _BYTES_PER_BYTE
     if num_bytes > bound:
@@ -212,7 +212,7 @@ def check_bytes(text: str, longest_token: int, most: int) -> None:
 
 
 def as_request(index: int, value: Any) -> GenerationRequest:
-    """Return `value`, item `index` of the requests. Raises UsageError where it is no request."""
+    """Return `value`, item `index` of the requests. Raises UsageError if it is not a GenerationRequest."""
     if not isinstance(value, GenerationRequest):
         advice = "; write GenerationRequest(prompt=...)" if isinstance(value, str) else ""
         raise UsageError(f"requests[{index}] is {values.shown(value)}; it must be a GenerationRequest{advice}.")
@@ -220,13 +220,13 @@ def as_request(index: int, value: Any) -> GenerationRequest:
 
 
 def split_knobs(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the knobs of presets among the settings of a call, and the other settings."""
+    """Split the settings of a call into the knobs of presets and the other settings."""
     of_preset = {name: value for name, value in settings.items() if name in KNOBS}
     return of_preset, {name: value for name, value in settings.items() if name not in KNOBS}
 
 
 def check_knobs(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting of a call of requests that is no knob: requests have settings of their own."""
+    """Raise UsageError for a keyword that is not a preset's knob; requests have their own sampling settings."""
     for name in settings:
         if name in _SETTINGS:
             raise UsageError(f"{name} is given with requests that have settings of their own; set it in those.")
@@ -248,7 +248,7 @@ def _params(params: Any, settings: Mapping[str, Any]) -> SamplingParams:
 
 
 def _prompts(prompts: Any, most: int) -> list[Any]:
-    """Return the prompts one by one, whatever held them."""
+    """Return the prompts of any accepted container as a list."""
     if isinstance(prompts, str | GenerationRequest):
         return [prompts]
     if getattr(prompts, "ndim", 0) == 1:

@@ -1,4 +1,4 @@
-"""The sequences that wait for a slot of any replica, in one line."""
+"""The queue of sequences that wait for a slot of any replica."""
 
 import threading
 import time
@@ -11,10 +11,10 @@ from et_jax.serve.sequence import Sequence
 
 
 class Queue:
-    """The sequences that wait, in one line before all replicas.
+    """The waiting sequences, shared by all replicas.
 
-    Its lock is held by each thread that touches the line, or the host's side of any replica. A replica that waits for
-    its device lets go of it, and another goes on.
+    A thread acquires the lock to touch the queue or the host side of any replica. A replica that waits for its device
+    releases it, so that another replica can run.
     """
 
     def __init__(self) -> None:
@@ -24,19 +24,19 @@ class Queue:
         self._arrivals = self._turns = 0
 
     def join(self, running: Sized) -> None:
-        """Serve one more replica; `running` always counts the sequences in its slots."""
+        """Add a replica; the length of `running` is always the number of sequences in its slots."""
         self._replicas.append(running)
 
     def submit(self, sequence: Sequence, deliver: Callable[[TokenEvent], None]) -> None:
-        """Put a sequence in the line; `deliver` is called with its events from within rounds."""
+        """Add a sequence to the queue; rounds call `deliver` with its events."""
         sequence.deliver, sequence.arrival, sequence.arrived = deliver, self._arrivals, time.monotonic()
         self._arrivals += 1
         self.waiting.append(sequence)
 
     def admit(self, num_running: int, num_free: int, pool: PagePool) -> list[Sequence]:
-        """Take those out of the line that a replica with these slots and pages may admit now.
+        """Remove and return the sequences that a replica with these slots and pages may admit now.
 
-        A replica with `num_running` sequences takes no more than makes its share of all that run or wait.
+        A replica with `num_running` sequences takes at most its equal share of all running and waiting sequences.
         """
         total = len(self.waiting) + sum(len(running) for running in self._replicas)
         share = -(-total // len(self._replicas))

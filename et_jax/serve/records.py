@@ -1,4 +1,4 @@
-"""From a burst of steps to one record per token, as plain host values."""
+"""Converts a burst of steps to one record per token, as plain host values."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from et_jax.serve.completions import PromptRead, TokenTrace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Charge:
-    """What a sequence is charged for some steps, named as in `TokenTrace`."""
+    """The charge of a sequence for some steps; fields are those of `TokenTrace`."""
 
     cost: float = 0.0
     flops: float = 0.0
@@ -30,9 +30,9 @@ NOTHING = Charge()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """What one step did for one slot; `trace` is None unless it produced a token, `fault` as in `StepOutput`.
+    """The result of a step for a slot; `trace` is None unless it produced a token, `fault` is that of `StepOutput`.
 
-    `unpaid` is what the slot's next token is to pay for.
+    `unpaid` is the charge that the slot's next token pays.
     """
 
     finished: bool
@@ -42,9 +42,9 @@ class StepRow:
 
 
 class Burst:
-    """The first `num_steps` steps of an `output` of numpy arrays stacked over steps, as Python numbers.
+    """The first `num_steps` steps of an `output`, whose arrays have leading axes step and position, as Python numbers.
 
-    Each step is stacked over its tokens too. `costs` is what each of the decoder's models takes.
+    `costs` are the cost models of the decoder's models.
     """
 
     def __init__(self, costs: tuple[cost.Model, ...], output: StepOutput, num_steps: int) -> None:
@@ -52,11 +52,10 @@ class Burst:
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
         told = np.any(cut.produced | (cut.fault > 0), axis=-1)
         told[:, 0] = True
-        cut = jax.tree.map(lambda x: x[told], cut)  # most positions of drafts hold nothing
+        cut = jax.tree.map(lambda x: x[told], cut)  # most positions of drafts are empty
         self._places: list[list[int]] = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1).tolist()
         ran = np.any([work.tokens > 0 for work in cut.work], axis=0) & (cut.fault == 0)
         prices = [cost.price(*each) for each in zip(costs, jax.tree.map(np.float64, cut.work), strict=True)]
-        # all at once; a step's passes are told of every row that it had
         self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)
         alone, nothing = np.full(cut.token.shape, None), np.zeros_like(cut.token)
         turns = (cut.by_small, cut.audit.audited, cut.audit.agreed) if cut.audit else (alone, nothing, nothing)
@@ -67,20 +66,20 @@ class Burst:
         self._flops: list[list[float]] = np.sum([one.flops for one in prices], axis=0).tolist()
 
     def num_positions(self, step: int) -> int:
-        """Return at how many positions, one after the other, a step brought tokens."""
+        """Return the number of positions at which a step produced tokens."""
         return sum(place >= 0 for place in self._places[step])
 
     def num_served(self, step: int, slots: Iterable[int]) -> int:
-        """Return for how many of `slots` a step ran a model, and nothing failed."""
+        """Return for how many of `slots` a step ran a model without a fault."""
         return sum(self._served[self._places[step][0]][slot] for slot in slots)
 
     def num_sharing(self, step: int, slots: Iterable[int]) -> int:
-        """Return how many share a step's weights: the tokens that it brought `slots`, and those that wait for one."""
+        """Return how many rows of `slots`, over the positions of a step, share the cost of its weights."""
         served = [self._served[place] for place in self._places[step] if place >= 0]
         return sum(each[slot] for slot in slots for each in served)
 
     def idle(self, step: int, num_rows: int) -> cost.Price:
-        """Return what so many rows of a step come to that bring nothing, of the model that the step is of."""
+        """Return the price of `num_rows` rows of a step without a token, for the model that the step ran."""
         shared = self._shared[self._places[step][0]]
         model = next((one for one, weights in zip(self._costs, shared, strict=True) if weights), self._costs[MODEL])
         return cost.Price(shared=sum(shared), own=0.0, flops=cost.flops(model, num_rows))
@@ -88,9 +87,9 @@ class Burst:
     def row(
         self, step: int, position: int, slot: int, asked: int, num_sharing: int, unpaid: Charge = NOTHING
     ) -> StepRow:
-        """Return what a step did for a slot at a position, one of the `num_sharing` that share its weights.
+        """Return the result of a step for a slot at a position, one of the `num_sharing` rows that share its weights.
 
-        `asked` is how many alternatives of the token are wanted. What is `unpaid` of the steps before is charged to it.
+        `asked` is the number of alternatives to return. The token is also charged `unpaid`, from earlier steps.
         """
         output, place, first = self._output, self._places[step][position], self._places[step][0]
         if self._served[place][slot]:
@@ -109,7 +108,7 @@ class Burst:
         )
 
     def _trace(self, step: int, position: int, slot: int, asked: int, charge: Charge) -> TokenTrace:
-        """The record of a token, and what is charged to it."""
+        """Return the trace of a token, with its charge."""
         place, first = self._places[step][position], self._places[step][0]
         output, signals = self._output, self._output.signals
         by_small = self._by_small[place][slot]
@@ -155,12 +154,12 @@ class Burst:
 
 
 def _known(signal: float) -> float | None:
-    """A signal, None where it is not known."""
+    """Return a signal, None for NaN."""
     return None if math.isnan(signal) else signal
 
 
 def prompt_read(notes: PromptRecord, slot: int) -> PromptRead:
-    """Return what was read of the prompt in a slot, of numpy arrays with a row for each slot."""
+    """Return how much of the prompt in a slot was read, from numpy arrays with a row for each slot."""
     probes = 0.0 if notes.num_probes is None else float(notes.num_probes[slot])
     return PromptRead(
         blocks_read=float(notes.blocks_read[slot]),

@@ -1,4 +1,4 @@
-"""Many sequences at once: admits them to slots, prefills, decodes in bursts, and preempts them when pages run short."""
+"""A replica: admits sequences to slots, prefills, decodes in bursts, and preempts sequences when pages run out."""
 
 import contextlib
 import logging
@@ -33,13 +33,13 @@ from et_jax.text.grammar import Bits
 from et_jax.types import replace
 
 _BURST_SECONDS = 0.05
-_CONSTRAINED_SHARE = 0.8  # of that beside a grammar, whose sequences get one token in a burst that is not forced
+_CONSTRAINED_SHARE = 0.8  # of a burst, if sequences with a grammar run: they get one unforced token per burst
 _LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def placed() -> Iterator[None]:
-    """Use the package's own settings of JAX and no default device: all that a replica has lies with its weights."""
+    """Use the package's settings of JAX and no default device: a replica's arrays are on the device of its weights."""
     with own_settings(), jax.default_device(None):
         yield
 
@@ -47,15 +47,14 @@ def placed() -> Iterator[None]:
 class Replica:
     """The decode state of one decoder, and the sequences in its slots.
 
-    Every round prefills at most `max_num_batched_tokens` tokens of `settings`, the rows of one step included, and
-    decodes for about `burst_seconds`. With `prefix_cache` full pages of prompts are kept and shared. `preempt_every`
-    rounds a sequence is swapped out without need (0: never), to prove that it changes nothing.
+    Every round prefills at most `max_num_batched_tokens` tokens of `settings`, the rows of a step included, and decodes
+    for about `burst_seconds`. With `keep_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
+    rounds (0: never) a sequence is preempted without need, to test that its tokens do not change.
 
-    Sequences come from `queue`, and return to it where pages run short. The queue's lock is held through a
-    round but while the device works; the replica's own `lock` all the while, for the state is donated. What
-    fails on the host for one sequence (its tokenizer, its settings, its `deliver`) ends that sequence alone;
-    any other exception within a round leaves the replica `broken`: the state is lost. From when a round is asked for
-    until it has ended it is `under_way`.
+    Sequences come from `queue`, and return to it if pages run out. A round owns the queue's lock except while it waits
+    for the device, and the replica's own `lock` throughout, because the state is donated. A host error of a sequence
+    (in its tokenizer, its settings or its `deliver`) ends only that sequence. Any other exception in a round loses the
+    state and makes the replica `broken`. `under_way` is True from the request for a round until its end.
     """
 
     @placed()
@@ -93,11 +92,11 @@ class Replica:
         self._steps = 1
         queue.join(self.slots)
 
-    # What callers do.
+    # Rounds.
 
     @placed()
     def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
-        """Compile every program that serving can need, without `drafts` the one that drafts beside what follows."""
+        """Compile every program; without `drafts` the drafting program is compiled in the background."""
         before = made()
         short = self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
         self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
@@ -107,7 +106,7 @@ class Replica:
 
     @placed()
     def advance(self) -> None:
-        """One round: admit what pages and slots allow, prefill, decode a burst, deliver what came."""
+        """Run a round: admit sequences as pages and slots permit, prefill, decode a burst, deliver the events."""
         try:
             with self.lock, self.queue.lock:
                 self._advance()
@@ -123,7 +122,7 @@ class Replica:
             raise
         late = made() - before
         self.metrics.add_programs(late)
-        if not (making or self.device.making):  # else it was one that was not awaited
+        if not (making or self.device.making):  # else a background compilation may be counted
             self.metrics.programs_compiled_late += late.programs
 
     def _round(self) -> None:
@@ -137,22 +136,22 @@ class Replica:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or is in a slot."""
+        """Whether no sequence is in the queue or in a slot."""
         return not self.queue.waiting and not self.slots
 
     @property
     def free_slot(self) -> int | None:
-        """The first slot without a sequence, if there is one."""
+        """The first slot without a sequence, or None."""
         return next((slot for slot in range(self.config.num_slots) if slot not in self.slots), None)
 
     @property
     def abandoned(self) -> list[Sequence]:
-        """The sequences that wait, or are in a slot here, and are wanted by nobody."""
+        """The sequences, in the queue or in a slot here, that their callers have abandoned."""
         return [one for one in (*self.queue.waiting, *self.slots.values()) if one.abandoned]
 
     @placed()
     def end_abandoned(self) -> None:
-        """End them with what they have, as "abort"."""
+        """End the abandoned sequences with their tokens so far, as "abort"."""
         for sequence in self.abandoned:
             if sequence.slot is None:
                 self.queue.waiting.remove(sequence)
@@ -160,12 +159,12 @@ class Replica:
 
     @placed()
     def forget_prefixes(self) -> None:
-        """Evict every kept page that no sequence uses."""
+        """Evict every cached prefix page that no sequence uses."""
         self.end_abandoned()
         self.device.evict(self.pool.forget())
 
     def _with(self, status: Status) -> dict[int, Sequence]:
-        """Return the sequences in slots that are in a status, by slot."""
+        """Return the sequences in slots with a given status, by slot."""
         return {slot: sequence for slot, sequence in self.slots.items() if sequence.status is status}
 
     # Slots.
@@ -189,7 +188,7 @@ class Replica:
             self._preempt(running[self._rounds // self._preempt_every % len(running)])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take its slot away: it is swapped out or, if it was still prefilling, starts anew."""
+        """Take a sequence's slot away: it is swapped out or, if it was still prefilling, starts again."""
         assert sequence.slot is not None
         slot, running = sequence.slot, sequence.status is Status.RUNNING
         if running:
@@ -215,7 +214,7 @@ class Replica:
             sequence.slot = None
 
     def _make_room(self, num_steps: int) -> int:
-        """Return how many steps there are pages for, at least one, preempting as few sequences as that takes."""
+        """Return for how many steps there are pages, at least 1, preempting as few sequences as necessary."""
         num_steps = self.pool.affordable(num_steps)
         while (short := self.pool.shortage(num_steps)) > 0:
             scored = self._fetched(self.device.state.control.priority)
@@ -232,7 +231,7 @@ class Replica:
     # Ends.
 
     def _end(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Empty its slot, if it has one, and deliver its last event."""
+        """Empty the slot of a sequence, if it has one, and deliver its last event."""
         self._vacate(sequence)
         sequence.row, sequence.swapped = None, []
         if event.completion is not None:
@@ -243,14 +242,14 @@ class Replica:
         self._deliver(sequence, event)
 
     def _last(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenEvent:
-        """The last event of a sequence, with the text that was held back where its tokenizer still gives it."""
+        """Return the last event of a sequence, with its withheld text unless its tokenizer fails."""
         try:
             return sequence.end(reason, error=error)
         except Exception as failure:
             return sequence.fail(error or _sentence(failure))
 
     def _fail(self, sequence: Sequence, failure: Exception) -> None:
-        """End a sequence for which something failed on the host; the others go on."""
+        """End a sequence after an error on the host; the others continue."""
         self._end(sequence, sequence.fail(_sentence(failure)))
 
     def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
@@ -265,13 +264,13 @@ class Replica:
     # Prompts.
 
     def _prefill(self) -> bool:
-        """Prefill within the round's budget; return whether prompts are left for the next."""
+        """Prefill within the round's budget; return whether prompts remain for the next round."""
         budget = max(1, (self._batched_tokens - len(self._with(Status.RUNNING))) // self.config.prefill_batch)
         while True:
             self._insert_whole()
             for slot, sequence in self._with(Status.WAITING).items():
                 self._begin(slot, sequence)
-            self._insert_whole()  # those of whose prompts every page was kept
+            self._insert_whole()  # sequences whose prompts are entirely in the prefix cache
             chosen = self._choose_chunks()
             if not chosen or not budget:
                 return len(self._with(Status.RUNNING)) < len(self.slots)
@@ -279,7 +278,7 @@ class Replica:
             budget -= 1
 
     def _choose_chunks(self) -> list[tuple[int, list[int]]]:
-        """Return the slots and chunks for the next call, of prompts that have begun, first come first served."""
+        """Return the slots and chunks for the next call, from prompts that have begun, in order of admission."""
         begun = sorted(self._with(Status.PREFILLING).items(), key=lambda pair: pair[1].turn)
         left = ((slot, sequence.prompt_ids[self.pool.written(slot) : -1]) for slot, sequence in begun)
         return chunks.next_call(self.config, left)
@@ -293,7 +292,7 @@ class Replica:
         self.device.prefill(chosen, ends)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
-        """Share the pages kept of this prompt, unless more of them are just coming."""
+        """Share the cached pages of a sequence's prompt, unless another slot is just filling more of them."""
         try:
             shared = self.pool.begin(slot)
         except Exception as failure:
@@ -310,7 +309,7 @@ class Replica:
         return None
 
     def _insert_whole(self) -> None:
-        """Insert the sequences whose prompts are in the cache as a whole."""
+        """Insert the sequences whose full prompts are in the cache."""
         prefilling = self._with(Status.PREFILLING).items()
         whole = [(slot, one) for slot, one in prefilling if self._is_whole(slot)]
         if whole and self.config.controller.budget is not None:
@@ -326,11 +325,11 @@ class Replica:
                     self.device.keep(self.pool.keep(slot, table[slot].tolist()))
 
     def _is_whole(self, slot: int) -> bool:
-        """Return whether the prompt of a slot's sequence is in the cache but for its last token."""
+        """Return whether the prompt of a slot's sequence is in the cache, except for its last token."""
         return self.pool.written(slot) == len(self.slots[slot].prompt_ids) - 1
 
     def _insert(self, slot: int, sequence: Sequence) -> None:
-        """Have a sequence whose prompt is in the cache decode."""
+        """Start decoding a sequence whose prompt is in the cache."""
         try:
             asked = sequence.asked(self.config)
         except Exception as failure:
@@ -343,7 +342,7 @@ class Replica:
     # Tokens.
 
     def _decode(self, pending: bool) -> None:
-        """Run a burst: one step while prompts are `pending`, else as many as the clock allows."""
+        """Run a burst: a single step while prompts are `pending`, else as many as fit into `burst_seconds`."""
         ahead = self._constrain()
         if not self._with(Status.RUNNING):
             return
@@ -366,9 +365,9 @@ class Replica:
             raise RuntimeError("a sequence was promised pages and did not get them")
         seconds = time.perf_counter() - began
         self.device.note(len(running), variant, seconds)
-        if not promises:  # a prefill's time would be counted with that of the steps
+        if not promises:  # with promises, `seconds` includes a prefill
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
-            compiling = self.device.making  # which takes its time
+            compiling = self.device.making  # a concurrent compilation slows the steps
             laws = None if compiling else self._clock.note(output, ran, seconds, variant)
             if laws is not None:
                 self.device.set_draft_laws(laws)
@@ -388,9 +387,9 @@ class Replica:
         self._compress()
 
     def _steps_beside(self, ahead: dict[int, tuple[list[int], Bits]]) -> int:
-        """Return the steps of a burst in which some sequences have as many tokens `ahead` as a grammar says.
+        """Return the steps of a burst in which sequences with a grammar have forced tokens `ahead`.
 
-        Where all have one, it is the number that brings most tokens, if what comes between two bursts takes a step.
+        If all have a grammar, it is the number with the most tokens per time, at an overhead of a step per burst.
         """
         if len(ahead) < len(self._with(Status.RUNNING)):
             return max(1, round(self._steps * _CONSTRAINED_SHARE)) if ahead else self._steps
@@ -398,7 +397,7 @@ class Replica:
         return max(range(1, 1 + max(lengths)), key=lambda n: sum(min(n, length) for length in lengths) / (n + 1))
 
     def _constrain(self) -> dict[int, tuple[list[int], Bits]]:
-        """Say what the sequences with a grammar may draw next, and return it."""
+        """Send the device the tokens that sequences with a grammar may sample next, and return them."""
         ahead = {}
         for slot, sequence in self._with(Status.RUNNING).items():
             if sequence.matcher is not None:
@@ -411,7 +410,7 @@ class Replica:
         return ahead
 
     def _compress(self) -> None:
-        """Compress the sequences whose point has come; there are pages for that since room was made for the burst."""
+        """Compress the sequences that are due; `_make_room` has reserved the pages for that."""
         for slot in self.pool.due:
             self.pool.compress(slot)
             self.device.evict(self.pool.settle())
@@ -419,7 +418,7 @@ class Replica:
             self.slots[slot].left_out = self.pool.left_out(slot)
 
     def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:
-        """Hand on what a step did for a sequence."""
+        """Add a step's token to a sequence, and deliver the event."""
         if row.fault:
             return self._end(sequence, self._last(sequence, "error", faults.sentence(row.fault, len(sequence.trace))))
         if row.trace is None:
@@ -433,7 +432,7 @@ class Replica:
         return self._end(sequence, event) if event.completion else self._deliver(sequence, event)
 
     def _fetched(self, tree: Any) -> Any:
-        """Return arrays of the device as numpy's; until they are there, other replicas go on."""
+        """Return arrays of the device as numpy arrays; other replicas can run while this one waits for them."""
         self.queue.lock.release()
         try:
             return jax.device_get(tree)
@@ -442,7 +441,7 @@ class Replica:
 
 
 def _compressing(config: DecoderConfig) -> Compressing | None:
-    """What the pool must know of compression."""
+    """Return the compression settings that the pool requires, or None."""
     how, layout = config.compression, config.layout
     if how is None or layout is None:
         return None
@@ -451,7 +450,7 @@ def _compressing(config: DecoderConfig) -> Compressing | None:
 
 
 def _sentence(failure: Exception) -> str:
-    """What the completion of a sequence says that failed on the host."""
+    """Return the error message of a sequence that failed on the host."""
     if isinstance(failure, UsageError):
         return str(failure)
     return f"Serving this request failed ({type(failure).__name__}: {str(failure)[:200]}); the others go on."

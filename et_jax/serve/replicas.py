@@ -1,4 +1,4 @@
-"""Replicas: equal replicas before one queue, whose rounds run side by side."""
+"""Replicas: equal replicas that share a queue and run their rounds concurrently."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """Replicas that serve one queue, each in a thread of its own while it has something to do, as long as `use` allows.
+    """Replicas that share a queue, each in its own thread while it has sequences, as long as `use` permits.
 
-    Every round is asked for by `advance`: while no caller asks for events, nothing is computed. What a caller has
-    abandoned ends with the next round.
+    `advance` starts every round: while no caller requests events, nothing is computed. Sequences that a caller has
+    abandoned end with the next round.
     """
 
     def __init__(self, queue: Queue, replicas: list[Replica], use: Use) -> None:
@@ -33,19 +33,19 @@ class Replicas:
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence waits or is in a slot."""
+        """Whether no sequence is in the queue or in a slot."""
         return all(replica.idle for replica in self.replicas)
 
     def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
-        """Compile every program that serving can need, without `drafts` the one that drafts beside what follows."""
+        """Compile every program; without `drafts` the drafting program is compiled in the background."""
         for replica in self.replicas:
             replica.warm_up(tell, drafts)
 
     def advance(self, unless: Callable[[], bool]) -> None:
-        """Have every replica with something to do run a round, and return when one round has ended.
+        """Start a round on every replica that has sequences, and return when any round has ended.
 
-        Nothing happens where `unless` holds once the queue is at hand. An exception of a round is raised here, in
-        every caller, whenever the round has ended.
+        Does nothing if `unless` returns True once the queue's lock is acquired. An exception of a round is raised in
+        every caller that waits for it.
         """
         with self.queue.lock:
             if unless():
@@ -57,16 +57,16 @@ class Replicas:
             ended.result()
 
     def _begun(self) -> list[Future[None]]:
-        """Begin a round of every replica that has something to do and none under way."""
+        """Start a round of every replica that has sequences and no running round."""
         begun = []
         for replica in self.replicas:
             if not replica.under_way and not replica.idle:
                 begun.append(self._workers.submit(replica.advance))
-                replica.under_way = True  # it waits for the queue, which is held here
+                replica.under_way = True  # the round waits for the queue's lock, which this thread holds
         return begun
 
     def end_abandoned(self) -> None:
-        """End the sequences that nobody wants, as "abort", where no round is to come that does."""
+        """End abandoned sequences as "abort" now, since there may be no further round."""
         with self.queue.lock:
             found = any(replica.abandoned for replica in self.replicas)
         if found and not self.broken:
@@ -75,31 +75,31 @@ class Replicas:
                     replica.end_abandoned()
 
     def forget_prefixes(self) -> None:
-        """Evict every kept page that no sequence uses."""
+        """Evict every cached prefix page that no sequence uses."""
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
 
     def each(self, run: Callable[[Replica], T]) -> list[T]:
-        """Return what `run` returns for every replica, which stands still meanwhile."""
+        """Return the result of `run` for every replica, with all replicas locked."""
         with self._standing_still():
             return [run(replica) for replica in self.replicas]
 
     def update(self, weights: Weights) -> None:
-        """Serve other weights of the same shapes from the next round on, with no page of what the old ones read."""
+        """Use other weights of the same shapes from the next round on, and evict the pages of the old ones."""
         with self._standing_still():
             for replica in self.replicas:
                 replica.forget_prefixes()
                 replica.device.weights = put_like(weights, replica.device.weights)
 
     def let_go(self) -> list[Replica]:
-        """Return the replicas, held here no more, so that their memory is free with the last round under way."""
+        """Return the replicas and drop the references to them, so that the last running round frees their memory."""
         replicas, self.replicas, self._rounds = self.replicas, [], []
         return replicas
 
     @contextlib.contextmanager
     def _standing_still(self) -> Iterator[None]:
-        """Hold every replica between two rounds."""
+        """Lock every replica between two rounds."""
         with contextlib.ExitStack() as held:
             for replica in self.replicas:
                 held.enter_context(replica.lock)

@@ -1,7 +1,7 @@
-"""A prompt's cache pages in a file: written once, and put into the prefix cache of any process that serves the model.
+"""Saves a prompt's cache pages to a file, and loads them into the prefix cache of any process with the same model.
 
-The file is a safetensors file: the tokens, and every array of their pages as bytes. Its metadata say what the pages
-depend on, and hold a checksum of all of it.
+The file is a safetensors file: the tokens, and every array of their pages as bytes. Its metadata state what the pages
+depend on, and contain a checksum of all of it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _AGAIN = "save the prefix again"
 
 
 class Prefix(NamedTuple):
-    """The tokens of full pages, and all arrays of these, which lead with heads, layers of a stack, and pages."""
+    """The tokens of full pages, and the arrays of these pages, with leading axes head, layer of a stack, and page."""
 
     tokens: list[int]
     arrays: list[Shaped[np.ndarray, "k l n ..."]]
@@ -39,10 +39,7 @@ class Prefix(NamedTuple):
 
 @placed()
 def kept(replica: Replica, prompt: list[int]) -> Prefix | None:
-    """Return what the prefix cache of a replica has of a prompt's beginning; None for nothing, or without a free slot.
-
-    The replica stands still.
-    """
+    """Return the cached prefix of a prompt on a locked replica; None if there is none, or no slot is free."""
     pages, slot = replica.pool.kept_of(prompt), replica.free_slot
     if not pages or slot is None:
         return None
@@ -58,7 +55,7 @@ def kept(replica: Replica, prompt: list[int]) -> Prefix | None:
 
 @placed()
 def enter(replica: Replica, prefix: Prefix) -> None:
-    """Put pages into the prefix cache of a replica, which stands still. Raises UsageError where there is no room."""
+    """Put pages into the prefix cache of a locked replica. Raises UsageError if there are too few free pages."""
     tokens, slot, device, pool = prefix.tokens, replica.free_slot, replica.device, replica.pool
     num_pages, together = pool.pages_for(len(tokens)), replica.config.pages_per_swap
     if len(tokens) >= (most := replica.config.max_length):
@@ -86,7 +83,7 @@ def enter(replica: Replica, prefix: Prefix) -> None:
 
 
 def write(path: str | Path, prefix: Prefix, depends: dict[str, Any]) -> None:
-    """Write a prefix, and what it depends on, to a file. Raises UsageError where it cannot be written."""
+    """Write a prefix, and what it depends on, to a file. Raises UsageError if it cannot be written."""
     tensors = {str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8) for i, x in enumerate(prefix.arrays)}
     tensors |= {"tokens": np.asarray(prefix.tokens, np.int32)}
     facts = json.dumps({"format": _FORMAT, "depends": depends})
@@ -94,7 +91,7 @@ def write(path: str | Path, prefix: Prefix, depends: dict[str, Any]) -> None:
 
 
 def read(path: str | Path, depends: dict[str, Any]) -> Prefix:
-    """Return the prefix in a file. Raises UsageError where it is damaged, or of another model or other settings."""
+    """Return the prefix in a file. Raises UsageError if it is damaged, or of another model or other settings."""
     path = place_of(path)
     try:
         with safe_open(path, "numpy") as reader:
@@ -120,14 +117,14 @@ def read(path: str | Path, depends: dict[str, Any]) -> Prefix:
 
 
 def place_of(path: str | Path) -> Path:
-    """Return where a saved prefix is. Raises UsageError where there is no file."""
+    """Return the path of a saved prefix. Raises UsageError if there is no file."""
     if not os.path.isfile(place := expanded(path)):
         raise UsageError(f"{path} is no file; name one that --save-prefix, or model.save_prefix, wrote.")
     return place
 
 
 def _differing(name: str, was: Any, wanted: Any) -> str:
-    """Say what a prefix was saved with that is not as it is here, and what to do."""
+    """Return a phrase for an error message: what differs from the saved prefix, and what to do."""
     if name == "model":
         return f"with another model, adapter or dtype; {_AGAIN} with this one"
     if name == "cache":
@@ -136,9 +133,9 @@ def _differing(name: str, was: Any, wanted: Any) -> str:
 
 
 def depends_on(replica: Replica) -> dict[str, Any]:
-    """Return what the pages of a prompt depend on, as values of JSON.
+    """Return everything that the pages of a prompt depend on, as values of JSON.
 
-    These are the weights, how they are read, and what is kept of a page; not how many sequences are served.
+    These are the weights, how they are run, and the arrays of a page; not the number of sequences.
     """
     config, model = replica.config, hashlib.blake2b(digest_size=16)
     for each, weights in zip(config.models, replica.device.weights, strict=True):
@@ -157,13 +154,13 @@ def depends_on(replica: Replica) -> dict[str, Any]:
 
 
 def _shapes(replica: Replica) -> Pages:
-    """The shapes of pages as they are copied."""
+    """Return the shapes of the arrays of a page copy."""
     read_pages = partial(slots.read_pages, replica.config)
     return jax.eval_shape(read_pages, replica.device.state, np.int32(0), np.int32(0))
 
 
 def _arrays(pages: Pages) -> list[tuple[int, Any]]:
-    """The arrays of pages, each with the layers that it is of."""
+    """Return the arrays of pages, each with its number of layers."""
     return [(place.depth, x) for cache in pages for place in cache.layers for x in jax.tree.leaves(place)]
 
 

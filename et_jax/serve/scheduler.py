@@ -1,9 +1,9 @@
 """Which sequences are admitted to slots, and which are preempted when pages run out. Pure functions.
 
-Of the sequences in slots the device chooses those that a step serves, by the priority rule. Here it is decided which
-ones have a slot: waiting sequences in the order of `rank`, and those that had to give up a slot before them.
+The scheduler decides which sequences have a slot: preempted ones first, then waiting ones in the order of `rank`. The
+device decides, by the priority rule, which of the sequences in slots a step decodes.
 
-A sequence is read through `Waiting` and `Running`, the pages through `Pages`; nothing of them is changed.
+The functions read sequences through `Waiting` and `Running`, and pages through `Pages`; they change nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ AGING_SECONDS = 60.0  # a wait this long is worth one unit of a request's priori
 
 @runtime_checkable
 class Waiting(Protocol):
-    """A sequence that wants a slot.
+    """A sequence that waits for a slot.
 
-    `priority` is what its caller asked for, higher is sooner; `deadline` the seconds after its arrival by which it
-    should be done, None for none; `arrived` when it came, by the clock that `now` is read from; `arrival` the number
-    in order. `num_tokens` are its prompt's and those produced, less what compression left out. `resumes` says that it
-    was decoding in a slot before.
+    `priority` is the request's, higher is sooner. `deadline` is the seconds after its arrival by which it should be
+    done, or None. `arrived` is its arrival time, by the clock of `now`; `arrival` is its number in order of arrival.
+    `num_tokens` counts prompt and produced tokens, less those that compression dropped. `resumes` is True if it was
+    preempted while decoding.
     """
 
     @property
@@ -48,7 +48,7 @@ class Running(Protocol):
 
 @runtime_checkable
 class Pages(Protocol):
-    """What counts the pages: see `page_pool.PagePool`."""
+    """The accounting of pages, see `page_pool.PagePool`."""
 
     @property
     def num_available(self) -> int: ...
@@ -61,16 +61,16 @@ R = TypeVar("R", bound=Running)
 
 
 def urgency(priority: float, deadline: float | None, waited: float) -> float:
-    """Return the priority asked for, plus the share of the time until the deadline that has passed, at most 1."""
+    """Return the request's priority, plus the share of the time until its deadline that has passed, at most 1."""
     return priority + (0.0 if deadline is None else min(waited / deadline, 1.0))
 
 
 def rank(sequence: Waiting, now: float) -> tuple[bool, float, int]:
     """Return the key by which waiting sequences are sorted, the least first.
 
-    Those that resume come first. Then urgency counts, one unit of it as much as a wait of AGING_SECONDS, so that a
-    request of priority p is passed only by those of priority q > p that come within (q - p + 1) AGING_SECONDS of it;
-    the 1 is for deadlines. Then the order of arrival.
+    Preempted sequences come first. Then urgency counts, where a wait of AGING_SECONDS is worth one unit. So only
+    requests of priority q > p that arrive within (q - p + 1) AGING_SECONDS can overtake a request of priority p; the 1
+    is for deadlines. Ties are in order of arrival.
     """
     waited = now - sequence.arrived
     score = urgency(sequence.priority, sequence.deadline, waited) + waited / AGING_SECONDS
@@ -78,10 +78,10 @@ def rank(sequence: Waiting, now: float) -> tuple[bool, float, int]:
 
 
 def admitted(waiting: Sequence[W], pages: Pages, *, now: float, num_slots: int, num_running: int) -> list[W]:
-    """Return the sequences to admit now, in that order, to at most `num_slots` free slots.
+    """Return the sequences to admit now, in order of `rank`, to at most `num_slots` free slots.
 
-    One that does not fit holds back those behind it, so that none is overtaken for being large. A page is left for
-    every sequence in a slot, of which there are `num_running`, so that it need not be preempted at once.
+    A sequence that does not fit blocks those behind it, so that no sequence is overtaken for being large. One page per
+    running sequence (`num_running`, and those admitted here) stays free, so that none is preempted at once.
     """
     chosen: list[W] = []
     num_pages = pages.num_available
@@ -97,8 +97,8 @@ def admitted(waiting: Sequence[W], pages: Pages, *, now: float, num_slots: int, 
 def preempted(running: Sequence[R], pages: Pages, priority: Mapping[int, float], short: int) -> list[R]:
     """Return the sequences to preempt, lowest priority first, until `short` pages are freed.
 
-    `priority` is that of every slot as the device last scored it. Of equals the last to be admitted goes first. The
-    highest is never preempted, so that one sequence always advances and ends.
+    `priority` has the device's last score of every slot. Of equal ones the last admitted is preempted first. The
+    highest is never preempted, so that at least one sequence always advances to its end.
     """
     chosen: list[R] = []
     by_slot = [(sequence.slot, sequence) for sequence in running if sequence.slot is not None]

@@ -1,4 +1,4 @@
-"""The log-probability and the entropy of every token of given texts, which a model reads and does not continue."""
+"""The log-probability and the entropy of every token of given texts, without generation."""
 
 import dataclasses
 import math
@@ -18,17 +18,17 @@ from et_jax.serve.prompts import prompt_ids
 from et_jax.text import Tokenizer
 
 _SLOTS = 8  # texts side by side
-_TOKENS = 128  # of a call, whose logits are in memory at once
-_PREFIX = 0  # the slot of what all texts begin with
+_TOKENS = 128  # per call; their logits are in memory at once
+_PREFIX = 0  # the slot of the common prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """The log-probabilities and entropies of a text. Arrays have one value for each token of `token_ids`.
 
-    `log_probs` (nats) are of each token given those before it, `entropy` (nats) and `varentropy` (nats^2) of the
-    distribution that it was predicted by, raw. `greedy` says which tokens are the most probable ones. A first token
-    that nothing precedes has NaN, and is not greedy. `num_bytes` is the length of the text.
+    `log_probs` (nats) are of each token given those before it. `entropy` (nats) and `varentropy` (nats^2) are those of
+    the raw distribution that predicted it. `greedy` is True for tokens that are the most probable ones. A first token
+    without a predecessor has NaN and is not greedy. `num_bytes` is the length of the text.
     """
 
     token_ids: tuple[int, ...]
@@ -40,28 +40,28 @@ class Score:
 
     @property
     def num_scored(self) -> int:
-        """Tokens that something precedes."""
+        """The number of tokens with a predecessor."""
         return int((~np.isnan(self.log_probs)).sum())
 
     @property
     def log_prob(self) -> float:
-        """The log-probability of all tokens that something precedes, in nats."""
+        """The log-probability of all tokens with a predecessor, in nats."""
         return float(np.nansum(self.log_probs))
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean negative log-probability; NaN where no token is scored."""
+        """The exponential of the mean negative log-probability; NaN if no token is scored."""
         return float(np.exp(-self.log_prob / self.num_scored)) if self.num_scored else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """The negative log-probability in bits, over the bytes of the text; NaN where it has none."""
+        """The negative log-probability in bits, over the bytes of the text; NaN if it is empty."""
         return -self.log_prob / math.log(2) / self.num_bytes if self.num_bytes else math.nan
 
 
 @dataclasses.dataclass
 class _Row:
-    """A text that is being read: `ids` with what comes before its first scored token, `done` of them read."""
+    """A text in progress: `ids` include the token before its first scored one; `done` of them were read."""
 
     index: int
     ids: list[int]
@@ -69,10 +69,10 @@ class _Row:
 
 
 def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderConfig:
-    """Return the decoder that scores texts of at most `longest` tokens behind a prefix: dense, without drafts.
+    """Return the decoder that scores texts of at most `longest` tokens after a prefix: dense, without drafts.
 
-    Its pool holds the prefix once, a text of that length, and the tokens of a call, for texts are read one after
-    another; it is rounded up, so that few programs are compiled.
+    Its pool has pages for the prefix once, a text of that length, and the tokens of a call, because texts are read in
+    sequence. The number of pages is rounded up, so that few programs are compiled.
     """
     needed = prefix + longest + _TOKENS + config.page_size * (_SLOTS + 1)
     rounded = 1 << (-(-needed // config.page_size)).bit_length()
@@ -92,10 +92,10 @@ def scored(
     weights: Weights,
     compiled: Callable[[DecoderConfig], Decoder],
 ) -> list[Score]:
-    """Return the scores of texts, as texts or token ids, in order. All follow `prefix`, which is read once.
+    """Return the scores of texts, given as texts or token ids, in order. All follow `prefix`, which is read once.
 
-    `config` is that of model `name`; `compiled` returns the decoder of another one. Raises UsageError for a text that
-    is empty or does not fit the model behind the prefix.
+    `config` is that of model `name`; `compiled` returns the decoder of a configuration. Raises UsageError for a text
+    that is empty or, with the prefix, too long for the model.
     """
     before = prompt_ids(prefix, tokenizer, config, name) if prefix else []
     every = [prompt_ids(text, tokenizer, config, name, opening=not before) for text in texts]
@@ -115,7 +115,7 @@ def scored(
 
 
 def _score(ids: list[int], num_bytes: int, columns: Float[np.ndarray, "4 _"]) -> Score:
-    """The score of a text from what was read: the first token has none where nothing precedes it."""
+    """Return the score of a text from its columns; a first token without a predecessor has none."""
     if np.isnan(columns).any():
         raise UsageError("The model's numbers for this text overflow; load it with dtype float32, or mend the weights.")
     unread = len(ids) - columns.shape[1]
@@ -133,7 +133,7 @@ def _score(ids: list[int], num_bytes: int, columns: Float[np.ndarray, "4 _"]) ->
 def _read(
     bound: Decoder, weights: Weights, prefix: list[int], waiting: list[_Row]
 ) -> Iterator[tuple[int, Float[np.ndarray, "4 t"]]]:
-    """Yield of every row the scores of all its tokens but the first: as `TokenScores` has them, one below the other."""
+    """Yield for every row the scores of all its tokens but the first, with the fields of `TokenScores` as rows."""
     config, state = bound.config, bound.empty()
     for at in range(0, len(prefix), config.prefill_batch):
         part = next_call(config, [(_PREFIX, prefix[at : at + config.prefill_batch])])

@@ -1,4 +1,4 @@
-"""One sequence: a continuation of a prompt from its submission to its completion, and the text that its tokens make."""
+"""A sequence: a continuation of a prompt from submission to completion, and the text of its tokens."""
 
 import dataclasses
 import enum
@@ -25,10 +25,10 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class Status(enum.Enum):
-    """Where a sequence is on its way.
+    """The scheduling state of a sequence.
 
-    WAITING for a slot, or in one for pages that another sequence is just filling; PREFILLING its prompt; RUNNING,
-    which is decoding; SWAPPED to the host amid that; FINISHED.
+    WAITING for a slot, or in a slot for prefix pages that another sequence is filling; PREFILLING its prompt; RUNNING,
+    which is decoding; SWAPPED to the host while decoding; FINISHED.
     """
 
     WAITING = enum.auto()
@@ -39,23 +39,23 @@ class Status(enum.Enum):
 
 
 class Text:
-    """The text that tokens make as they come, but for an end that may yet become a stop string."""
+    """The text of the tokens so far, except an end that may yet become a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stop)
         self.shown = ""
 
     def push(self, token: int) -> str:
-        """Return what a token adds to the text."""
+        """Return the text that a token adds."""
         return self._show(self._stops.push(self._detokenizer.push(token)))
 
     def flush(self) -> str:
-        """Return what was held back, at the end."""
+        """Return the text withheld so far, at the end of the sequence."""
         return self._show(self._stops.push(self._detokenizer.flush()) + self._stops.flush())
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has come."""
+        """Whether a stop string was found."""
         return self._stops.found is not None
 
     def _show(self, piece: str) -> str:
@@ -65,15 +65,15 @@ class Text:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Sequence:
-    """One continuation of one request, number `index` of the `prompt_index`-th, which may produce `limit` tokens.
+    """Continuation `index` of request `prompt_index`, which may produce `limit` tokens.
 
     `laws` control it, and `adapter` is the number of its adapter, 0 for none. `prompt_ids` are the tokens of `prompt`,
-    `bad_words` those of what it must not write. A grammar's `matcher` says what it may write next. `deliver` is called
-    with every event. `arrival` numbers submissions and `turn` first admissions; `arrived` and `admitted` are their
-    times. `slot` is that of the replica it is in. While it is swapped out, `row` is what the device knew of the slot
-    and `swapped` what its pages held. Of the tokens that it wrote compression left out `left_out`. Steps that brought
-    it no token are `unpaid`: its next one pays for them. `prompt_read` is what a budget read of its prompt. Its caller
-    sets `abandoned` when it wants no more of it: the next round of a replica ends it.
+    `bad_words` those of forbidden words. A grammar's `matcher` gives the tokens permitted next. `deliver` receives
+    every event. `arrival` numbers submissions and `turn` first admissions; `arrived` and `admitted` are their times.
+    `slot` is its slot in a replica. While it is swapped out, `row` is its row of the device state and `swapped` the
+    contents of its pages. Compression dropped `left_out` of its tokens. `unpaid` is the charge of steps that brought
+    it no token, which its next token pays. `prompt_read` is how much of its prompt a budget read. Its caller sets
+    `abandoned` to end it: the next round of a replica does so.
     """
 
     request: GenerationRequest
@@ -105,7 +105,7 @@ class Sequence:
 
     @property
     def priority(self) -> float:
-        """What its caller asked for, higher is sooner."""
+        """The priority of its request, higher is sooner."""
         return self.request.priority
 
     @property
@@ -115,31 +115,31 @@ class Sequence:
 
     @property
     def resumes(self) -> bool:
-        """Whether it goes on where it was when it is admitted."""
+        """Whether it was swapped out, so that admission swaps it in."""
         return self.status is Status.SWAPPED
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the text so far, less those that compression left out."""
+        """Tokens of the prompt and of the text so far, less those that compression dropped."""
         return self.num_written + 1 - self.left_out
 
     @property
     def num_written(self) -> int:
-        """Tokens that are in the cache once it decodes, or were until it was compressed."""
+        """Tokens written to the cache once it decodes, those that compression dropped included."""
         return len(self.prompt_ids) + len(self.trace) - 1
 
     @property
     def most_written(self) -> int:
-        """Tokens that will ever be in the cache: all but the last one it may produce."""
+        """The most tokens that it can write to the cache: all but the last that it may produce."""
         return len(self.prompt_ids) - 1 + self.limit
 
     @property
     def urgency(self) -> float:
-        """How urgent it is by now, see `scheduler.urgency`."""
+        """Its current urgency, see `scheduler.urgency`."""
         return scheduler.urgency(self.priority, self.deadline, time.monotonic() - self.arrived)
 
     def asked(self, config: DecoderConfig) -> Request:
-        """Return what the device is told of it once its prompt is in the cache."""
+        """Return the request that the device receives once the prompt is in the cache."""
         params = self.request.params
         return request(
             config,
@@ -161,7 +161,7 @@ class Sequence:
         )
 
     def take(self, row: TokenTrace, finished: bool) -> TokenEvent:
-        """Add a token; the event is the last if the token is, or if it completes a stop string or the grammar."""
+        """Add a token; the event is the last if `finished`, or if the token completes a stop string or the grammar."""
         ends_text = finished and row.token in self.stop_ids
         piece = "" if ends_text else self.text.push(row.token)
         if self.matcher is not None:
@@ -176,14 +176,14 @@ class Sequence:
         return dataclasses.replace(self.end(reason, piece), trace=self.trace[-1])
 
     def end(self, reason: FinishReason, piece: str = "", error: str | None = None) -> TokenEvent:
-        """End with what is there; text held back because it might have become a stop string is shown."""
+        """End with the tokens so far; text withheld because it might have become a stop string is released."""
         rest = self.text.flush()
         if self.trace:
             self.trace[-1] = dataclasses.replace(self.trace[-1], text=self.trace[-1].text + rest)
         return self._last(reason, piece + rest, error)
 
     def fail(self, error: str) -> TokenEvent:
-        """End with the text shown so far; what is held back stays back, for the tokenizer itself may have failed."""
+        """End with the text shown so far; withheld text is dropped, because the tokenizer itself may have failed."""
         return self._last("error", "", error)
 
     def _last(self, reason: FinishReason, piece: str, error: str | None) -> TokenEvent:

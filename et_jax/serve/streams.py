@@ -1,4 +1,4 @@
-"""One caller's sequences under way, and the events that come of them."""
+"""The unfinished sequences of a call, and their events."""
 
 import collections
 from collections.abc import Callable, Generator, Iterable
@@ -9,7 +9,7 @@ from et_jax.serve.sequence import Sequence
 
 
 class Call:
-    """What one caller has asked of replicas: the sequences under way, and the events not yet handed over."""
+    """A call's unfinished sequences on some replicas, and the events not yet yielded to the caller."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
@@ -17,8 +17,8 @@ class Call:
         self.under_way: list[Sequence] = []
 
     def submit(self, sequence: Sequence) -> None:
-        """Put a sequence in the queue."""
-        events, under_way = self.events, self.under_way  # all that a sequence in a slot needs to hold of its call
+        """Add a sequence to the queue."""
+        events, under_way = self.events, self.under_way  # so that a sequence does not reference its call
 
         def deliver(event: TokenEvent) -> None:
             events.append(event)
@@ -31,15 +31,15 @@ class Call:
             self._replicas.queue.submit(sequence, deliver)
 
     def advance(self) -> None:
-        """Wait for a round, unless one has brought something meanwhile."""
+        """Wait for a round, unless events have arrived or no sequence is unfinished."""
         self._replicas.use.check()
         self._replicas.advance(unless=lambda: bool(self.events) or not self.under_way)
 
     def abandon(self) -> None:
-        """Have the next round end what is under way with what it has.
+        """Mark the unfinished sequences, so that the next round ends them with their tokens so far.
 
         The garbage collector may close a stream in any thread at any moment: in a replica's, which holds its locks, or
-        when the interpreter ends. So nothing is done here but to set a mark, without a lock.
+        at interpreter exit. So this only sets a flag, without a lock.
         """
         for sequence in list(self.under_way):
             sequence.abandoned = True
@@ -52,10 +52,10 @@ def serve(
     ahead: int,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Generator[TokenEvent]:
-    """Submit what is asked, at most `ahead` sequences at a time, and yield their events.
+    """Submit the sequences of `asked`, at most `ahead` at a time, and yield their events.
 
-    An event among them is passed on. Once `cancelled` answers True, no more are asked for, and all that is under way
-    ends with what it has; so it does, unheard of, when the generator is closed or collected.
+    An event in `asked` is yielded as it is. Once `cancelled` returns True, no more sequences are taken from `asked`,
+    and unfinished ones end with their tokens so far. Closing or collecting the generator ends them without events.
     """
     call, source, exhausted = Call(replicas), iter(asked), False
     try:
@@ -67,7 +67,7 @@ def serve(
                     call.events.append(item)
                 elif item is not None:
                     call.submit(item)
-            over = exhausted and not call.under_way  # asked before the events, for rounds go on meanwhile
+            over = exhausted and not call.under_way  # read before the events, because rounds run concurrently
             if call.events:
                 while call.events:
                     yield call.events.popleft()

@@ -1,4 +1,4 @@
-"""What completions came to: one book of sums, of which everything that is told of them is read."""
+"""Totals of completions: the sums from which every report about them is computed."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from et_jax.io.known import Figure, formatted, known, known_or_none, mean, ratio
 
 @runtime_checkable
 class Ended(Protocol):
-    """What is counted of a `Completion`."""
+    """The parts of a `Completion` that `Totals` sums."""
 
     @property
     def trace(self) -> Sequence[Any]:
@@ -19,7 +19,7 @@ class Ended(Protocol):
 
     @property
     def prompt_read(self) -> Any:
-        """What a budget read of its prompt, a `PromptRead` or None."""
+        """How much of its prompt a budget read, a `PromptRead` or None."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Ended(Protocol):
 
     @property
     def flops(self) -> float:
-        """Those of its decode steps."""
+        """The FLOPs of its decode steps."""
         ...
 
     @property
@@ -49,20 +49,20 @@ class Ended(Protocol):
 
     @property
     def tokens_left_out(self) -> int:
-        """Tokens that compression left out."""
+        """Tokens that compression dropped."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over some completions and their tokens; what is not known, or where there is nothing of a kind, is NaN.
+    """Sums over some completions and their tokens; NaN for a figure that is unknown or has no tokens.
 
-    `entropic_time` is in nats, `cost` in bytes. `bytes_moved` of the cache and `bytes_held` count in the bytes of a
-    block, over the tokens of which that is known. Entropies (nats; of attention, from 0 to 1), surprisal (nats) and
-    the attention mass of a prompt are means over the tokens, or prompts, that have one. `decided` is the share of the
-    entropy of constrained tokens that was gone under their constraint. `by_turns` tokens are of models
-    that take turns, `by_small` of them the small one's. `temperatures` are the least and the greatest, and of each
-    guard the worst of the completions' rates counts.
+    `entropic_time` is in nats, `cost` in bytes. `bytes_moved` of the cache and `bytes_held` are in units of a block's
+    bytes, over the tokens with known figures. Entropies (nats; of attention, from 0 to 1), surprisal (nats) and the
+    attention mass of a prompt are means over the tokens, or prompts, that have a value. `decided` is the share of the
+    entropy of constrained tokens that their constraint removed. `by_turns` tokens come from two alternating models,
+    `by_small` of them from the small model. `temperatures` are the lowest and the highest. `guard_rates` has the
+    highest rate of any completion for each guard.
     """
 
     tokens: int
@@ -95,7 +95,7 @@ class Totals:
 
     @classmethod
     def of(cls, completions: Sequence[Ended]) -> "Totals":
-        """Return what these completions came to."""
+        """Return the totals of these completions."""
         rows = [row for completion in completions for row in completion.trace]
         prompts = [one.prompt_read for one in completions if one.prompt_read is not None]
         moved = [row for row in rows if row.share_bytes is not None]
@@ -137,17 +137,17 @@ class Totals:
 
     @property
     def efficiency(self) -> Figure:
-        """Entropic time per cost, in nats per byte; 0 where there is no token."""
+        """Entropic time per cost, in nats per byte; 0 without tokens."""
         return ratio(self.entropic_time, self.cost) if self.tokens else 0.0
 
     @property
     def share_read(self) -> float:
-        """The blocks read, over those held."""
+        """The blocks read, over those allocated."""
         return ratio(self.blocks_read, self.blocks_held)
 
     @property
     def share_bytes(self) -> float:
-        """The bytes of the cache moved, with what was looked at to choose, over those of all blocks held."""
+        """The bytes of the cache moved, those scored to select blocks included, over those of all allocated blocks."""
         return ratio(self.bytes_moved, self.bytes_held)
 
     @property
@@ -157,16 +157,16 @@ class Totals:
 
     @property
     def share_cached(self) -> float:
-        """The tokens that caches hold at the end, over those and what compression left out."""
+        """The tokens cached at the end, over these and those that compression dropped."""
         return ratio(self.tokens_cached, self.tokens_cached + self.tokens_left_out)
 
     @property
     def small_share(self) -> float:
-        """The tokens of the small one of two models that take turns, over those of both."""
+        """The tokens of the small one of two alternating models, over those of both."""
         return ratio(self.by_small, self.by_turns)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON; None for what is not known."""
+        """Return plain values, ready for JSON; None for unknown figures."""
         return {
             "entropic_time": known_or_none(self.entropic_time),
             "cost_bytes": known_or_none(self.cost),
@@ -193,7 +193,7 @@ class Totals:
         }
 
     def described(self) -> str:
-        """Return what entropy, cost and control came to, for a person to read; of completions with a token."""
+        """Return entropy, cost and control as a readable line, for completions with at least a token."""
         said = [
             f"entropic time {formatted(self.entropic_time, '.1f')} nats, "
             f"cost {formatted(self.cost / 1e6, '.1f')} MB moved and {formatted(self.flops / 1e9, '.2f')} GFLOP, "

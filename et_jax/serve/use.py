@@ -1,4 +1,4 @@
-"""Whether a model may be used here and now."""
+"""Checks that a model may be used: open, in the process that loaded it, and outside of JAX tracing."""
 
 import functools
 import os
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 _probe = Primitive("traced")
-"""An operation without operands that touches no device: JAX calls it, or traces it."""
+"""An operation without operands that touches no device: JAX runs it, or traces it."""
 _probe.def_impl(lambda: None)
 _probe.def_abstract_eval(lambda: ShapedArray((), np.int32))
 mlir.register_lowering(
@@ -26,9 +26,9 @@ mlir.register_lowering(
 
 
 class Use:
-    """May the model `name` be used: it is open, and this is the process that loaded it.
+    """Whether the model `name` may be used: it is open, and this is the process that loaded it.
 
-    Reading and closing take no lock, so that a finaliser may close.
+    Checking and closing take no lock, so that a finaliser may close.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,11 +42,11 @@ class Use:
 
     @property
     def refusal(self) -> UsageError:
-        """What is raised once the model is closed."""
+        """The error for a model that is closed."""
         return UsageError(f"The model {self._name} is closed; load it anew.")
 
     def check(self) -> None:
-        """Raise UsageError where the model is closed, or was loaded before this process was forked."""
+        """Raise UsageError if the model is closed, or was loaded before this process was forked."""
         if self.closed:
             raise self.refusal
         if self.elsewhere:
@@ -57,7 +57,7 @@ class Use:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that runs `check_untraced` first, before any setting of JAX is touched."""
+    """Return a function that first runs `check_untraced`, before it changes any setting of JAX."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -68,9 +68,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_untraced() -> None:
-    """Raise UsageError where JAX only traces the code that is running, and no array holds numbers yet.
+    """Raise UsageError while JAX traces the calling code, so that arrays have no values yet.
 
-    Under `jax.grad` and `jax.vmap` alone it runs, and what has no part in them is computed as anywhere else.
+    Under `jax.grad` and `jax.vmap` without a trace JAX still runs operations that do not depend on their inputs.
     """
     if isinstance(_probe.bind(), Tracer):
         raise UsageError(

@@ -1,19 +1,19 @@
-"""How the drafts of all texts have fared, told to the laws of their lengths, so that a new text does not begin anew."""
+"""The acceptance rate and savings of drafts over all sequences, with which draft laws start a new sequence."""
 
 import dataclasses
 
 from et_jax.control.draft import FIRST_CREDIT, TRIAL, PastDrafts
 
-SUPPOSED = 4.0  # drafted tokens: as much as those count that are supposed to be accepted before any is known
-MOST_SAVED = 2 * FIRST_CREDIT  # plain steps: what was saved long ago pays for no more than this
-FORGOTTEN = 1000.0  # steps after which what was known counts for half: what does not hold is tried again
+SUPPOSED = 4.0  # drafted tokens: the weight of the prior acceptance rate
+MOST_SAVED = 2 * FIRST_CREDIT  # plain steps: the limit on `credit`, so that old savings do not pay for ever
+FORGOTTEN = 1000.0  # steps: the half-life of the counts, so that rejected drafts are tried again
 
 
 @dataclasses.dataclass
 class DraftRecord:
-    """Of the drafted tokens of late so many were `tried`, their predecessors accepted, and so many `accepted`.
+    """Decayed counts of drafted tokens: `tried`, with all predecessors accepted, and `accepted`.
 
-    `credit` is what drafts have saved, less what they took, in plain steps, and a hundredth of the steps.
+    `credit` is the time that drafts have saved, in plain steps, plus the share `TRIAL` of all steps.
     """
 
     tried: float = 0.0
@@ -21,12 +21,12 @@ class DraftRecord:
     credit: float = FIRST_CREDIT
 
     def note(self, steps: int, tried: int, accepted: int, saved: float) -> None:
-        """Note so many steps, and what drafts saved in them, in plain steps; below 0 where they cost more."""
+        """Record `steps` steps, and the time that drafts saved in them, in plain steps; negative if they cost more."""
         kept = 0.5 ** (steps / FORGOTTEN)
         self.tried, self.accepted = kept * self.tried + tried, kept * self.accepted + accepted
         self.credit = min(self.credit + TRIAL * steps + saved, MOST_SAVED)
 
     def told(self) -> PastDrafts:
-        """Return what a law of lengths is told of it."""
+        """Return the summary that a draft law receives."""
         accepted = self.accepted + SUPPOSED * PastDrafts.acceptance
         return PastDrafts(acceptance=accepted / (self.tried + SUPPOSED), credit=self.credit)

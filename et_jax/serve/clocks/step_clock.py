@@ -1,11 +1,10 @@
-"""What steps take by the clock, told to the laws of drafts: no text depends on it.
+"""Measures step times for the draft laws; no sequence's tokens depend on them.
 
-A burst of steps takes, as it is modelled here, the sum of what `work` counts in it times the `StepTimes`. Those are
-fitted to the last bursts, beginning with rough ones that are doubted, so that what was never done is still expected to
-take something. The spread of bursts about the fit says how well a speed is known. A few plain steps are always among
-them, for by steps that draft alone nobody knows what a draft takes beside one: a model that drafts for itself waits for
-them, at first and whenever they are forgotten. What drafts saved by those times, and how many of them were accepted, is
-told too, for the texts that begin (`past_drafts`).
+The model of a burst's time is the counts of `work` times the `StepTimes`. The times are fitted to the last bursts, with
+rough estimates as the prior, so that work that was never done still has an expected time. The spread of bursts about
+the fit gives the uncertainty of a speed. Steps with drafts do not determine the time of a draft by themselves, so a
+model that drafts for itself first waits for a few plain steps, and again when those are forgotten. The draft laws of
+new sequences also receive the time that drafts saved, and how many were accepted (`past_drafts`).
 """
 
 import collections
@@ -22,25 +21,25 @@ from et_jax.decode.output import StepOutput
 from et_jax.serve.clocks.past_drafts import DraftRecord
 
 REMEMBERED = 256  # bursts
-EVERY = 8  # bursts: how often times are fitted anew; those of a kind of which there are fewer at once
-PLAIN = 4  # steps without drafts, fewer than which do not say what one takes
-DOUBT = 0.3  # standard deviation of a rough time, over it
-LEAST_SPREAD = 0.02  # of a burst's time, over what is expected of it
-GAIN = 1.02  # speed over plain decoding's below which nothing is drafted, however well it is known
-ROUNDS = 6  # of weighing bursts by how far off they are
-FAR = 2.0  # spreads, beyond which a burst counts for less: something else ran beside it
+EVERY = 8  # bursts between two fits; while a kind of burst has at most this many, each is fitted at once
+PLAIN = 4  # the fewest steps without drafts that determine the time of a step
+DOUBT = 0.3  # relative standard deviation of a rough time
+LEAST_SPREAD = 0.02  # of a burst's time, relative to the expected time
+GAIN = 1.02  # the least speed-up over plain decoding at which tokens are drafted
+ROUNDS = 6  # iterations of Huber reweighting
+FAR = 2.0  # spreads beyond which a burst has less weight: something else ran concurrently
 _NAMES = [field.name for field in dataclasses.fields(StepTimes)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """`times` in seconds, as far as they are known: `covariance` is that of each over its value, `[6, 6]`."""
+    """`times` in seconds; `covariance` is that of the relative errors of the times, `[6, 6]`."""
 
     times: StepTimes
     covariance: Float[np.ndarray, "f f"]
 
     def doubt(self, plain: Float[np.ndarray, " f"], drafting: Float[np.ndarray, " f"]) -> float:
-        """Return the standard deviation of the log of how much longer one kind of work takes than another."""
+        """Return the standard deviation of the log of the ratio of the times of two kinds of work."""
         each = np.array([getattr(self.times, name) for name in _NAMES])
         parts = [work * each / (work @ each) for work in (drafting, plain)]
         return float(np.sqrt(max((parts[0] - parts[1]) @ self.covariance @ (parts[0] - parts[1]), 0.0)))
@@ -53,10 +52,10 @@ def work(
     passes: Int[np.ndarray, " n"],
     held: Int[np.ndarray, "n b"] | Float[np.ndarray, "n b"],
 ) -> Float[np.ndarray, "n f"]:
-    """Return how often each of the `StepTimes` is in every step.
+    """Return how often each of the `StepTimes` occurs in every step.
 
-    A step `drafted` so many tokens of every slot in so many `passes`; the sequences that it served `held` so many
-    tokens, others 0.
+    A step has `drafted` tokens per slot in `passes` draft passes; `held` is the cached tokens per slot, 0 for slots
+    that the step did not decode.
     """
     widths = np.array(drafting.widths(batch))
     rows = widths[np.searchsorted(widths, drafting.needed(batch, drafted))] - batch
@@ -65,15 +64,15 @@ def work(
 
 
 def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.ndarray, " n"]) -> Fit:
-    """Return the times by which the work `done` in every burst takes the `seconds` that it took.
+    """Return the times fitted to the work `done` in every burst and the `seconds` that it took.
 
-    The posterior mean and covariance of a linear model whose errors are in proportion to what is expected: a priori
-    each time is the rough one, in one unit for all, give or take `DOUBT` of it. Bursts that are far off count for less
-    (Huber's weights), and no time is below 0.
+    These are the posterior mean and covariance of a linear model with errors in proportion to the expected time. The
+    prior of each time is the rough one, scaled by a common factor, with relative standard deviation `DOUBT`. Outliers
+    have less weight (Huber's weights), and no time is below 0.
     """
     prior = np.array([getattr(rough, name) for name in _NAMES])
     prior *= np.median(seconds / (done @ prior))
-    parts = done * prior  # so that what is sought is each time over the rough one
+    parts = done * prior  # so that the unknowns are the ratios to the rough times
     found, free = np.ones(len(prior)), prior > 0
     for _ in range(ROUNDS):
         expected = parts @ found
@@ -95,9 +94,9 @@ def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.n
 def saved(
     times: StepTimes, steps: int, done: Float[np.ndarray, " f"], plain: Float[np.ndarray, " f"], brought: float
 ) -> float:
-    """Return what drafts saved in so many steps that did the work `done`, in plain steps; below 0 where they cost more.
+    """Return the time that drafts saved in steps with the work `done`, in plain steps; negative if they cost more.
 
-    Without drafts the steps would do the work `plain`. What held was `brought` of a token for every sequence served.
+    Without drafts the steps would do the work `plain`. `brought` is the accepted tokens per decoded sequence.
     """
     each = np.array([getattr(times, name) for name in _NAMES])
     return float(brought - steps * ((done - plain) @ each) / (plain @ each))
@@ -106,7 +105,7 @@ def saved(
 def _above_zero(
     precision: Float[np.ndarray, "f f"], wanted: Float[np.ndarray, " f"], free: np.ndarray[Any, np.dtype[np.bool_]]
 ) -> tuple[Float[np.ndarray, " f"], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """The solution of a least-squares problem in its `free` numbers, those that would be below 0 held there."""
+    """Solve a least-squares problem in its `free` numbers; numbers that would be negative are fixed at 0."""
     while True:
         found = np.zeros(len(wanted))
         found[free] = np.linalg.solve(precision[np.ix_(free, free)], wanted[free])
@@ -117,11 +116,10 @@ def _above_zero(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Burst:
-    """What a burst of `steps` did and how long it took; `plain` is what as many steps without drafts do.
+    """The work `done` by a burst of `steps`, and its time; `plain` is the work of as many steps without drafts.
 
-    It `drafts` where the model does for itself, or a small one, in any step. Where the model drafted, so many tokens
-    were `tried`, those before them accepted, and so many `accepted`; these come to `brought` of a token for every
-    sequence served.
+    `drafts` is True if a model, itself or a small one, drafted in any step. Of the tokens it drafted, `tried` had all
+    predecessors accepted and `accepted` were accepted: `brought` tokens per decoded sequence.
     """
 
     done: Float[np.ndarray, " f"]
@@ -135,27 +133,27 @@ class _Burst:
 
 
 class StepClock:
-    """Notes what bursts take, and tells the laws of lengths; without `Drafting.times` nothing is noted."""
+    """Records the times of bursts, and fits the draft laws to them; without `Drafting.times` it records nothing."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._config, self._drafting = config, config.draft
         self._bursts: collections.deque[_Burst] = collections.deque(maxlen=REMEMBERED)
         self._untold, self._record = 0, DraftRecord()
-        self._ran: set[tuple[Variant, float]] = set()  # programs, and the rows beside those of a plain step
+        self._ran: set[tuple[Variant, float]] = set()  # programs, and their rows beyond those of a plain step
 
     def begin(self) -> tuple[DraftLength, ...] | None:
-        """Return the laws before anything is noted; None where nothing will be."""
+        """Return the draft laws before any measurement; None if there will be none."""
         if self._drafting is None or self._drafting.times is None:
             return None
         first, *others = self._drafting.laws
         return first.waiting(), *others
 
     def note(self, output: StepOutput, ran: int, seconds: float, variant: Variant) -> tuple[DraftLength, ...] | None:
-        """Note a burst of `ran` steps, and return the laws by what is known now, every few bursts; otherwise None.
+        """Record a burst of `ran` steps; every few bursts return newly fitted draft laws, otherwise None.
 
-        While few bursts are known that draft, or few that do not, what one of them says is told at once. A burst says
-        nothing in which a program has some number of rows for the first time, for XLA makes ready then what it runs;
-        nor one in which a model that alone drafts for itself has only noted what it read.
+        While there are few bursts with drafts, or few without, laws are fitted after each of these. A burst is ignored
+        if a program ran with a number of rows for the first time, because XLA then initialises it, or if a model that
+        drafts for itself, without a lookup, only recorded the blocks it read.
         """
         drafting = self._drafting
         if drafting is None or drafting.times is None or not ran:
@@ -169,8 +167,8 @@ class StepClock:
         if not served.all():
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
-        held = np.where(produced, np.minimum(length, pages * size), 0)  # of a compressed cache less than its text
-        # steps; where something is asked for guesses before the model, it may have made some of them
+        held = np.where(produced, np.minimum(length, pages * size), 0)  # a compressed cache has fewer than `length`
+        # in steps of a model after a lookup, the lookup may have drafted some of the tokens
         own = np.asarray(passes > 0)
         each = work(drafting, self._config.batch, drafted, passes, held)
         new = {(variant, rows) for rows in each[:, _NAMES.index("row")].tolist()} - self._ran
@@ -213,9 +211,9 @@ class StepClock:
 def told(
     drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float, past: PastDrafts
 ) -> tuple[DraftLength, ...]:
-    """Return the laws of lengths by measured times, of so many sequences that hold `context` tokens each.
+    """Return the draft laws fitted to measured times, for `sequences` sequences of `context` cached tokens each.
 
-    A speed has to be above plain decoding's by a standard deviation of what is known of it.
+    A law drafts only if the expected speed exceeds that of plain decoding by a standard deviation of its uncertainty.
     """
     alike = np.arange(batch) < round(sequences)
     held = np.where(alike, context, 0)[None]
