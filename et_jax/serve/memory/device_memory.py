@@ -1,4 +1,4 @@
-"""How much memory there is to use, on the default device or on the host."""
+"""The usable memory of the default device, or of the host."""
 
 import os
 from pathlib import Path
@@ -9,10 +9,10 @@ from et_jax.errors import UsageError
 
 
 def usable_memory(fraction: float, together: int = 1) -> int:
-    """Return the bytes that may be used on a device: this share of what is free on the default one.
+    """Return the bytes that may be used on a device: the share `fraction` of the default device's free memory.
 
-    Devices that report no memory of their own, as those of a CPU, share the host's; `together` of them hold a model.
-    Raises UsageError for a share outside 0 to 1.
+    Devices that report no memory, such as CPUs, share the host's; a model is split over `together` of them. Raises
+    UsageError for a fraction outside 0 to 1.
     """
     if not 0 < fraction <= 1:
         raise UsageError(f"memory_fraction is {fraction}; it must be above 0 and at most 1.")
@@ -22,18 +22,18 @@ def usable_memory(fraction: float, together: int = 1) -> int:
 
 
 def num_sharing(replicas: int, together: int = 1) -> int:
-    """Return how many of so many replicas share the memory of a device; on a CPU all do.
+    """Return how many of the `replicas` share the memory of a device; on a CPU all do.
 
-    They are placed on the devices in turn, each on `together` of them.
+    Replicas are placed on the devices in turn, each on `together` of them.
     """
     devices = jax.local_devices()
     return replicas if devices[0].memory_stats() is None else -(-replicas // (len(devices) // together))
 
 
 def host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes this process can still have: free memory, or what is left of its control group's.
+    """Return the bytes that this process can still allocate: free memory, or the rest of its control group's limit.
 
-    Read below `root` from the files of Linux; elsewhere it is all the memory of the machine.
+    Read from Linux files below `root`; on other systems, all memory of the machine.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -44,9 +44,9 @@ def host_memory(root: Path = Path("/")) -> int:
 
 
 def _group_memory(root: Path) -> list[int]:
-    """Return what is left to each control group that this process is in, version 2 or 1, where there is a limit.
+    """Return the free bytes of each control group of this process, version 2 or 1, that has a limit.
 
-    Cached pages of files that are not in use are not counted as used.
+    Cached pages of inactive files count as free.
     """
     paths = dict(line.split(":", 2)[1:] for line in _lines(root / "proc/self/cgroup"))
     two, one = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
@@ -66,7 +66,7 @@ def _group_memory(root: Path) -> list[int]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return the lines of a file, none where it cannot be read."""
+    """Return the lines of a file, or none if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""Every claim on the pages of one replica, counted in one place. Plain Python on the host.
+"""The host's accounting of all claims on the pages of a replica. Plain Python.
 
-The table of the device (`decode/pages.py`) holds what is; the pool holds what that comes to and what was promised:
-the pages of the sequences in slots, those that prompts being prefilled have yet to take, the growth of the running ones
-over the next steps, and the pages kept for prompts to come. The replica tells the pool what it does, and does what the
-pool answers: share these pages, evict those. After every round both agree on the pages that are free.
+The device's table (`decode/pages.py`) has the actual allocation. The pool has the number of allocated and promised
+pages: pages of sequences in slots, pages that prompts still require for prefill, the growth of running sequences over
+the next steps, and cached prefix pages. The replica reports each operation to the pool, and shares or evicts the pages
+that the pool returns. After every round the pool and the device agree on the free pages.
 
-Pages are claimed in the books before the device takes them, and may be claimed while kept pages still hold them:
-`settle` says which of those must go first.
+The pool claims pages before the device allocates them, possibly pages that are still cached prefixes: `settle` returns
+the prefix pages that must be evicted first.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from et_jax.serve.memory.prefix_cache import PrefixCache
 
 @dataclasses.dataclass(kw_only=True)
 class Claim:
-    """What the sequence in a slot holds and may come to hold.
+    """The pages that a slot's sequence has and may require.
 
-    `written` tokens of it were put in the cache, of which compression left out `shift`; it will never write more than
-    `most`. Of its pages those in `locked` are kept too, and counted as such; it locks no other, or it could lack pages
-    all by itself. `begun` sequences have asked for kept pages; `running` ones have their whole prompt in the cache, but
-    for the last token.
+    `written` of its tokens were written to the cache, of which compression dropped `shift`; it never writes more than
+    `most`. Its pages in `locked` are also cached prefix pages, and counted as such. It locks no other pages, because it
+    could then run out of pages by itself. `begun` sequences have looked up cached prefixes; `running` ones have their
+    prompt in the cache, except for the last token.
     """
 
     prompt: list[int]
@@ -49,8 +49,8 @@ class Claim:
 class Compressing:
     """When sequences are compressed, to `room` tokens each.
 
-    The `point` follows from the tokens of a prompt and those left out so far: a number of tokens written, None for
-    never. The last `fresh_tokens` of a prompt are computed anew wherever it is served, and not shared.
+    `point(num_prompt, shift)` returns the number of written tokens at the next compression, None for never. The last
+    `fresh_tokens` of a prompt are always recomputed, and not shared.
     """
 
     room: int
@@ -59,11 +59,11 @@ class Compressing:
 
 
 class PagePool:
-    """The claims on `num_pages` pages of `page_size` tokens; page 0, the null page, is one of them and never claimed.
+    """The claims on `num_pages` pages of `page_size` tokens, including page 0, the null page, which is never claimed.
 
-    With `keep_prefixes` full pages of prompts are kept and shared, in whole chunks of `chunk` tokens. Slots are the
-    numbers that the device knows them by. A step brings a sequence up to `most_per_step` tokens, none of them past the
-    point where it is compressed, as `compressing` says.
+    With `keep_prefixes` full pages of prompts are cached and shared, in full chunks of `chunk` tokens. Slots are the
+    device's slot numbers. A step produces up to `most_per_step` tokens per sequence, none of them past the point of
+    its compression (`compressing`).
     """
 
     def __init__(
@@ -81,81 +81,81 @@ class PagePool:
         self._most_per_step, self._compressing = most_per_step, compressing
         self._claims: dict[int, Claim] = {}
 
-    # What there is.
+    # Counts.
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the pages that so many tokens fill."""
+        """Return the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self._page_size)
 
     @property
     def num_kept(self) -> int:
-        """Pages kept for prompts to come, those that sequences share among them."""
+        """Cached prefix pages, including those that sequences share."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
     @property
     def num_free(self) -> int:
-        """Pages neither claimed nor kept; below 0 where claims wait for kept pages to go."""
+        """Pages neither claimed nor cached; negative while claims wait for the eviction of cached pages."""
         own = sum(self.pages_for(claim.cached) - len(claim.locked) for claim in self._claims.values())
         return self._num_pages - self.num_kept - own
 
     @property
     def num_available(self) -> int:
-        """Pages free, or kept and unlocked, less those promised to prompts that are not prefilled yet."""
+        """Pages free, or cached and unlocked, less those promised to prompts that are not prefilled yet."""
         waiting = (claim for claim in self._claims.values() if not claim.running)
         promised = sum(self.pages_for(claim.next_tokens) - self.pages_for(claim.cached) for claim in waiting)
         return self.num_free + (0 if self._prefixes is None else self._prefixes.num_idle) - promised
 
     def written(self, slot: int) -> int:
-        """Return how many tokens of a slot's sequence are in the cache, or were until it was compressed."""
+        """Return how many tokens of a slot's sequence were written, including those that compression dropped."""
         return self._claims[slot].written
 
     def left_out(self, slot: int) -> int:
-        """Return how many tokens of a slot's sequence compression left out."""
+        """Return how many tokens of a slot's sequence compression dropped."""
         return self._claims[slot].shift
 
     def num_held(self, slot: int) -> int:
-        """Return the pages of a slot, shared ones among them."""
+        """Return the number of pages of a slot, including shared ones."""
         return self.pages_for(self._claims[slot].cached)
 
     def num_freed(self, slot: int) -> int:
-        """Return how many pages, held or promised, are there for others once a slot is released."""
+        """Return how many pages, allocated or promised, become available when a slot is released."""
         claim = self._claims[slot]
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)
         return self.pages_for(claim.next_tokens) - shared
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether pages of prompts are kept at all."""
+        """Whether there is a prefix cache."""
         return self._prefixes is not None
 
     def kept_of(self, prompt: list[int], adapter: int = 0) -> list[int]:
-        """Return the pages kept of a prompt's beginning: whole chunks of them, none that a step would write."""
+        """Return the cached pages of a prompt's prefix: full chunks, without pages that a step would write."""
         if self._prefixes is None:
             return []
         found = self._prefixes.find(prompt, self._shareable(prompt) // self._page_size, adapter)
         per_chunk = self._chunk // self._page_size
         return found[: len(found) // per_chunk * per_chunk]
 
-    # What sequences do.
+    # Sequences.
 
     def admit(self, slot: int, prompt: list[int], most: int, adapter: int = 0) -> None:
         """Promise an empty slot the pages of a prompt; its sequence never writes more than `most` tokens.
 
-        Sequences with another `adapter` share no pages with it.
+        Sequences with different adapters share no pages.
         """
         self._claims[slot] = Claim(prompt=prompt, most=most, adapter=adapter)
 
     def swap_in(self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0) -> None:
-        """Claim the pages of a running sequence that comes back to an empty slot, once `written` tokens were in it."""
+        """Claim the pages of a running sequence that returns to an empty slot, with `written` tokens written so far."""
         claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, begun=True, running=True)
         while (point := self._point(claim)) is not None and point <= written:
             claim.shift = point - self._room
         self._claims[slot] = claim
 
     def begin(self, slot: int) -> list[int] | None:
-        """Return the kept pages that hold the beginning of a slot's prompt, to be shared; they are locked.
+        """Lock and return the cached pages of a slot's prompt prefix, to be shared.
 
-        None, and nothing changed, while the chunk after them is being prefilled for another slot: it is kept soon.
+        Returns None, without any change, while another slot is prefilling the next chunk, which will be cached soon.
         """
         claim = self._claims[slot]
         found = self.kept_of(claim.prompt, claim.adapter)
@@ -172,15 +172,15 @@ class PagePool:
         return found
 
     def write(self, slot: int, num_tokens: int = 1) -> None:
-        """Claim the pages of so many more tokens."""
+        """Claim the pages of `num_tokens` more tokens."""
         self._claims[slot].written += num_tokens
 
     def run(self, slot: int) -> None:
-        """Note that the prompt of a slot is in the cache."""
+        """Record that the prompt of a slot is in the cache."""
         self._claims[slot].running = True
 
     def keep(self, slot: int, pages: list[int]) -> list[int]:
-        """Keep the full pages of a slot's prompt, which are the first of `pages`; return those not kept before."""
+        """Cache the full pages of a slot's prompt, the first of `pages`; return those that were not cached yet."""
         if self._prefixes is None:
             return []
         claim = self._claims[slot]
@@ -192,18 +192,18 @@ class PagePool:
         return fresh
 
     def release(self, slot: int) -> None:
-        """Give up every claim of a slot; the kept pages that it shared stay kept."""
+        """Drop every claim of a slot; the cached pages that it shared stay cached."""
         claim = self._claims.pop(slot)
         if self._prefixes is not None:
             self._prefixes.unlock(claim.locked)
 
-    # What is compressed.
+    # Compression.
 
     @property
     def steps_to_point(self) -> int | None:
-        """The most steps that take no running sequence past the point of its compression; None is any number.
+        """The most steps that take no running sequence past the point of its compression; None for no limit.
 
-        They end where one may be there, if every drafted token is accepted.
+        It assumes that every drafted token may be accepted.
         """
         running = (claim for claim in self._claims.values() if claim.running)
         left = (point - claim.written for claim in running if (point := self._point(claim)) is not None)
@@ -215,7 +215,7 @@ class PagePool:
         return [slot for slot, claim in self._claims.items() if claim.running and claim.written == self._point(claim)]
 
     def compress(self, slot: int) -> None:
-        """Give up the pages of a slot's sequence, those kept stay so, and claim those of what is left of it."""
+        """Drop the claims of a slot's sequence and claim those of its compressed cache; cached pages stay cached."""
         claim = self._claims[slot]
         if self._prefixes is not None:
             self._prefixes.unlock(claim.locked)
@@ -226,23 +226,23 @@ class PagePool:
         return 0 if self._compressing is None else self._compressing.room
 
     def _point(self, claim: Claim) -> int | None:
-        """The tokens written at which a sequence is compressed next; it ends before it needs to be at its last."""
+        """Return the tokens written at the next compression, None for never, or if the sequence ends by then."""
         point = None if self._compressing is None else self._compressing.point(len(claim.prompt), claim.shift)
         return None if point is None or point >= claim.most else point
 
-    # What makes room.
+    # Growth and eviction.
 
     def growth(self, num_steps: int) -> int:
-        """Return the pages that running sequences take in so many steps at most, every drafted token accepted.
+        """Return the most pages that running sequences allocate in `num_steps` steps, with every draft accepted.
 
-        A sequence that is compressed then gives up its pages and takes others; those that it shares give up nothing.
+        A sequence that is compressed then frees its own pages and allocates new ones; pages that it shares stay.
         """
         num_tokens = num_steps * self._most_per_step
         running = (claim for claim in self._claims.values() if claim.running)
         return sum(self._growth(claim, num_tokens) for claim in running)
 
     def _growth(self, claim: Claim, num_tokens: int) -> int:
-        """The pages that a running sequence takes for so many tokens more, or until it ends, or is compressed."""
+        """Return the pages that a running sequence allocates for more tokens, until it ends or is compressed."""
         point = self._point(claim)
         end = claim.most if point is None else point
         written = min(claim.written + num_tokens, end)
@@ -254,27 +254,27 @@ class PagePool:
         return grown + max(0, self.pages_for(self._room) + shared - held)
 
     def shortage(self, num_steps: int) -> int:
-        """Return how many pages are missing, above 0, for so many steps of all that run."""
+        """Return how many pages are missing, if above 0, for `num_steps` steps of all running sequences."""
         return self.growth(num_steps) - self.num_available
 
     def affordable(self, num_steps: int) -> int:
-        """Return how many steps to take, at least one: `num_steps`, halved until there are pages for all that run."""
+        """Return `num_steps`, halved until there are pages for all running sequences; at least 1."""
         while num_steps > 1 and self.shortage(num_steps) > 0:
             num_steps //= 2
         return num_steps
 
     def settle(self, num_pages: int = 0) -> list[int]:
-        """Return kept pages to evict, so that what is claimed and `num_pages` more are there; they are forgotten."""
+        """Drop from the prefix cache, and return, the pages to evict for all claims and `num_pages` more pages."""
         return self._evict(num_pages - self.num_free)
 
     def forget(self) -> list[int]:
-        """Return every kept page that no sequence has locked, to be evicted; they are forgotten."""
+        """Drop from the prefix cache, and return, every page that no sequence has locked, to be evicted."""
         return self._evict(self.num_kept)
 
     def _evict(self, count: int) -> list[int]:
         return self._prefixes.evict(count) if self._prefixes is not None and count > 0 else []
 
     def _shareable(self, prompt: list[int]) -> int:
-        """The tokens of a prompt that may be shared: not its last, which a step writes, nor others computed anew."""
+        """Return how many tokens of a prompt may be shared: not the last, which a step writes, nor recomputed ones."""
         fresh = 1 if self._compressing is None else max(1, self._compressing.fresh_tokens)
         return max(len(prompt) - fresh, 0)

@@ -1,6 +1,6 @@
-"""Which pages already hold the beginning of a prompt: an index of full prompt pages by what they hold.
+"""The prefix cache: an index of full prompt pages by their tokens.
 
-Plain Python on the host. The index only says where what is kept and whether a sequence uses it; `page_pool` counts.
+Plain Python on the host. The index finds cached pages and records which are in use; `page_pool` counts them.
 """
 
 import collections
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 
 class PrefixCache:
-    """Pages by the hash of their tokens and of all tokens before them, the least recently used evicted first.
+    """Pages by the hash of their tokens and of all tokens before them, evicted in least-recently-used order.
 
-    A page that a sequence in a slot has locked is never evicted. One whose page before it is gone is not found
-    until that one is kept again, so pages are evicted from the end of a prompt to its beginning.
+    A page that a sequence in a slot has locked is never evicted. A page cannot be found while its predecessor is
+    missing, so pages are evicted from the end of a prompt to its beginning.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -23,16 +23,16 @@ class PrefixCache:
         self._users: collections.Counter[int] = collections.Counter()
 
     def __len__(self) -> int:
-        """Pages kept."""
+        """The number of cached pages."""
         return len(self._pages)
 
     @property
     def num_idle(self) -> int:
-        """Pages kept that no sequence has locked, which can be evicted."""
+        """Cached pages that no sequence has locked, which can be evicted."""
         return len(self._pages) - len(self._users)
 
     def find(self, tokens: Sequence[int], most: int, adapter: int = 0) -> list[int]:
-        """Return the pages that hold the beginning of `tokens`, read with an adapter, at most `most` of them."""
+        """Return at most `most` pages of the longest cached prefix of `tokens`, computed with an adapter."""
         known = list(
             itertools.takewhile(self._pages.__contains__, itertools.islice(self._chain(tokens, adapter), most))
         )
@@ -40,9 +40,9 @@ class PrefixCache:
         return [self._pages[key] for key in known]
 
     def add(self, tokens: Sequence[int], pages: Sequence[int], adapter: int = 0) -> list[int]:
-        """Keep `pages`, which hold the full pages of `tokens`, read with an adapter; return those not kept before.
+        """Cache `pages`, the full pages of `tokens` computed with an adapter; return those that were not cached yet.
 
-        Where other pages with the same tokens are kept already, those stay.
+        If other pages with the same tokens are cached already, those stay.
         """
         keys = list(self._chain(tokens, adapter))
         fresh = [(key, page) for key, page in zip(keys, pages, strict=True) if key not in self._pages]
@@ -56,7 +56,7 @@ class PrefixCache:
             self._pages.move_to_end(key)
 
     def lock(self, pages: Sequence[int]) -> None:
-        """Count a sequence that uses `pages`, all of them kept: they are not evicted."""
+        """Add a user to each of these cached `pages`, so that they are not evicted."""
         self._users.update(pages)
 
     def unlock(self, pages: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class PrefixCache:
         return sum(self._users[page] > 1 for page in pages)
 
     def evict(self, count: int) -> list[int]:
-        """Forget up to `count` pages that no sequence has locked, least recently used first, and return them."""
+        """Remove and return up to `count` pages that no sequence has locked, least recently used first."""
         idle = ((key, page) for key, page in self._pages.items() if page not in self._users)
         gone = list(itertools.islice(idle, count))
         for key, _ in gone:
@@ -79,7 +79,7 @@ class PrefixCache:
         return [page for _, page in gone]
 
     def _chain(self, tokens: Sequence[int], adapter: int) -> Iterator[bytes]:
-        """The key of every full page: a hash of its tokens and of the key before it; the adapter is the first."""
+        """Yield the key of every full page: a hash of its tokens and the previous key, starting from the adapter."""
         key = str(adapter).encode()
         for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
             page = array("q", tokens[start : start + self._page_size]).tobytes()

@@ -1,7 +1,7 @@
-"""What a decoder will need, before a weight is read: bytes of weights, pages, state and a step, and what fits.
+"""The memory that a decoder requires, before any weight is read: bytes of weights, pages, state and a step.
 
-All of it follows from the configuration. Weights, pages and state are counted from shapes; only the
-temporaries of a step are an estimate, see `step_bytes`.
+All of it follows from the configuration. Weights, pages and state are computed from shapes; only the temporaries of a
+step are an estimate, see `step_bytes`.
 """
 
 import dataclasses
@@ -27,19 +27,18 @@ from et_jax.pallas.paged_attention import api as paged_attention
 from et_jax.pallas.paged_prefill import api as paged_prefill
 from et_jax.types import replace
 
-# Float32 copies of the logits alive at once; XLA on a CPU keeps 8 and 2.2.
+# Float32 copies of the logits alive at once; XLA on a CPU allocates 8 and 2.2.
 _STEP_LOGITS, _DRAFT_LOGITS, _PREFILL_LOGITS = 12, 3, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bytes by what they are for, and the pages of the cache that fit.
+    """Bytes by purpose, and the number of cache pages that fit.
 
-    `page` is one page of every layer with its summaries and codes; `state` is all that a decoder holds
-    besides its pages; `step` what a step needs while it runs. `memory` may be used in all. Over several
-    devices these are the bytes of each. With
-    `wanted_pages` every slot reaches its full length; `num_pages` are there, page 0 included. Each of the
-    `replicas` of a device has state, step and cache of its own.
+    `page` is a page of every layer with its summaries and codes. `state` is the decoder's state without its pages.
+    `step` is the temporary memory of a step. `memory` is the total that may be used. Over several devices these are
+    bytes per device. With `wanted_pages` every slot can reach its full length; `num_pages` fit, including page 0. Each
+    of the `replicas` of a device has its own state, step and cache.
     """
 
     weights: int
@@ -53,16 +52,16 @@ class Plan:
 
     @property
     def cache(self) -> int:
-        """Bytes of a whole cache."""
+        """Bytes of a replica's cache."""
         return self.num_pages * self.page
 
     @property
     def total(self) -> int:
-        """Bytes of everything."""
+        """Bytes in total."""
         return self.weights + self.replicas * (self.state + self.step + self.cache)
 
     def table(self) -> list[str]:
-        """Return lines for a person."""
+        """Return the plan as readable lines."""
         short = "" if self.num_pages >= self.wanted_pages else f", of {self.wanted_pages} for every sequence at once"
         shared = "" if self.replicas == 1 else f"with {self.replicas} replicas, "
         rows = [
@@ -76,10 +75,10 @@ class Plan:
 
 
 def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
-    """Return what decoders of this configuration need in `memory` bytes that they share.
+    """Return the plan of `replicas` decoders of this configuration in `memory` bytes that they share.
 
-    `num_pages` None gives the cache all the pages it wants, or as many as fit; `config.num_pages` is not
-    read. Raises UsageError, saying what would fit, where not even one sequence of full length would.
+    With `num_pages` None the cache has pages for every slot's full length, or as many as fit; `config.num_pages` is
+    ignored. Raises UsageError, with changes that would fit, if not even one sequence of full length fits.
     """
     found = _measure(config, memory, num_pages, replicas)
     if found.total > memory:
@@ -88,7 +87,7 @@ def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, re
 
 
 def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas: int) -> Plan:
-    """Return the plan with as many pages as fit, one sequence's at least, or with those asked for."""
+    """Return the plan with `num_pages` pages, or as many as fit, at least those of a full-length sequence."""
     weights, step = sum(_weight_bytes(config, model) for model in config.models), step_bytes(config)
     page, state = decoder_bytes(config)
     wanted = config.num_slots * config.blocks_per_slot + 1
@@ -108,8 +107,8 @@ def _measure(config: DecoderConfig, memory: int, num_pages: int | None, replicas
 
 
 def decoder_bytes(config: DecoderConfig) -> tuple[int, int]:
-    """Return what one more page adds to a decoder's state, and what the state holds besides its pages."""
-    three, five = (_state_bytes(replace(config, num_pages=number)) for number in (3, 5))  # odd: padded alike, if at all
+    """Return the bytes of a page, and those of a decoder's state without its pages."""
+    three, five = (_state_bytes(replace(config, num_pages=number)) for number in (3, 5))  # odd: both padded or neither
     page = (five - three) // 2
     return page, three - 3 * page
 
@@ -129,12 +128,12 @@ def _weight_bytes(config: DecoderConfig, model: ModelShape) -> int:
 
 
 def step_bytes(config: DecoderConfig) -> int:
-    """Return about what a decode step or a chunk of prefill needs while it runs, an upper estimate.
+    """Return an upper estimate of the temporary bytes of a decode step or a prefill chunk.
 
-    In float32: twelve copies of a step's logits and three of those of drafted tokens, or three of a chunk's where the
-    cache keeps surprisals; for each token what a layer holds (`token_numbers`), and two of queries, keys and values;
-    four numbers per row, query head and block for a choice of blocks. Beside them what attention sets aside, as its
-    kernels tell. A compression, where there is one, runs between steps.
+    In float32: twelve copies of a step's logits and three of those of drafted tokens, or three of a chunk's if the
+    configuration keeps logits; for each token the activations of a layer (`token_numbers`), and two copies of queries,
+    keys and values; four numbers per row, query head and block for block selection. The workspace of the attention
+    kernels is added. A compression runs between steps, so the larger of both counts.
     """
     c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
@@ -148,7 +147,7 @@ def step_bytes(config: DecoderConfig) -> int:
 
 
 def _compression_bytes(config: DecoderConfig) -> int:
-    """Return what a compression sets aside: a layer's tokens of a slot twice, all regions, a head's scores thrice."""
+    """Return the bytes of a compression: a layer's tokens of a slot twice, all regions, a head's scores thrice."""
     how, layout, c = config.compression, config.layout, config.model
     if how is None or layout is None:
         return 0
@@ -158,7 +157,7 @@ def _compression_bytes(config: DecoderConfig) -> int:
 
 
 def _attention_bytes(config: DecoderConfig) -> int:
-    """Return what attention sets aside in a step or in a chunk of prefill, the larger of each kind."""
+    """Return the workspace of attention in a step or in a chunk of prefill, the larger of each kind."""
     c = config.model
     shape = {"num_heads": c.num_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
     shape |= {"page_size": config.page_size}
@@ -169,12 +168,12 @@ def _attention_bytes(config: DecoderConfig) -> int:
 
 
 def _most_rows(config: DecoderConfig) -> int:
-    """Return the rows of a step, those of drafted tokens included."""
+    """Return the most rows of a step, including drafted tokens."""
     return config.batch if config.draft is None else config.draft.widths(config.batch)[-1]
 
 
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
-    """Say what is needed, what there is, and the changes that would each be enough."""
+    """Return the error message: the memory required, the memory available, and changes that each suffice."""
     dtype = config.quantize or jnp.dtype(config.weights_dtype).name
     kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
     times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
@@ -229,7 +228,7 @@ def _is_wide(dtype: DTypeLike) -> bool:
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest number that fits, where `low` does, `high` does not, and all above one that does not."""
+    """Return the largest number that fits, by bisection; `low` fits, `high` does not, and `fits` is monotone."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -237,7 +236,7 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes for a person, in powers of ten."""
+    """Return a number of bytes as readable text, in powers of ten."""
     for unit, one in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(size) >= one:
             return f"{size / one:.1f} {unit}"

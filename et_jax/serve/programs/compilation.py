@@ -1,4 +1,4 @@
-"""Compiled programs: kept between runs, counted, and what they took."""
+"""The persistent compile cache, with counts and times of compilations."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import jax
 from et_jax.io.files import cache_folder, expanded
 from et_jax.serve.programs import store as program_store
 
-# JAX's names for what a program takes; it is built, or loaded from the kept ones, under the third.
+# JAX's event names; the third covers both a compilation and a load from the cache.
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _BUILT = "/jax/core/compile/backend_compile_duration"
@@ -20,9 +20,9 @@ _LOADED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 
 def keep_programs(folder: Path) -> str | None:
-    """Keep compiled programs between runs, unless the caller has chosen a folder already.
+    """Use a folder as JAX's persistent cache, unless the caller has configured one already.
 
-    Returns None, or why `folder` cannot be used. Raises UsageError where it begins with a home that is none.
+    Returns None, or the reason why `folder` cannot be used. Raises UsageError if its home directory does not exist.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return None
@@ -31,20 +31,20 @@ def keep_programs(folder: Path) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"room")
-    except (OSError, RuntimeError, ValueError) as error:  # no such home, a name that is none
+    except (OSError, RuntimeError, ValueError) as error:  # no such home, an invalid name
         return f"which cannot be written ({getattr(error, 'strerror', None) or error})"
     program_store.use(folder)
     return None
 
 
 def default_folder() -> Path:
-    """Return where programs are kept unless the caller says otherwise. Raises UsageError where there is no home."""
+    """Return the default folder of compiled programs. Raises UsageError if there is no home directory."""
     return cache_folder() / "programs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Made:
-    """How many programs were compiled or loaded, and the seconds that went by: tracing and lowering, and so on."""
+    """How many programs were compiled or loaded, and the seconds of tracing (and lowering), compiling and loading."""
 
     programs: int
     tracing: float
@@ -52,19 +52,19 @@ class Made:
     loading: float
 
     def __sub__(self, before: "Made") -> "Made":
-        """Return what was made since."""
+        """Return the difference to an earlier count."""
         fields = (field.name for field in dataclasses.fields(self))
         return Made(**{name: getattr(self, name) - getattr(before, name) for name in fields})
 
     def __str__(self) -> str:
-        """Say it in a sentence."""
+        """Return the counts as a sentence."""
         spent = ("tracing", self.tracing), ("compiling", self.compiling), ("loading", self.loading)
         seconds = ", ".join(f"{took:.1f} s {name}" for name, took in spent)
         return f"{self.programs} programs ready: {seconds}."
 
 
 def made() -> Made:
-    """Return what this process has made since the first call."""
+    """Return the counts of this process since the first call."""
     seconds = _listened()
     return Made(
         programs=len(seconds[_BUILT]),
@@ -75,14 +75,14 @@ def made() -> Made:
 
 
 def count_loaded(seconds: float) -> None:
-    """Count a program that was loaded without JAX, which took so many seconds."""
+    """Count a program that was loaded without JAX in `seconds`."""
     for name in (_BUILT, _LOADED):
         _listened()[name].append(seconds)
 
 
 @functools.cache
 def _listened() -> dict[str, list[float]]:
-    """Seconds by JAX's names, each program's and each load's; a trace within another is part of that."""
+    """Return seconds by JAX's event names, an entry per event; nested traces are subtracted from the outer trace."""
     seconds: dict[str, list[float]] = {name: [] for name in (_TRACED, _LOWERED, _BUILT, _LOADED)}
     ended = threading.local()
 

@@ -1,10 +1,10 @@
-"""Programs that are called without being traced: what it takes to call them is kept beside what JAX keeps of them.
+"""Loads compiled programs without tracing: stores their call signatures beside JAX's persistent cache.
 
-JAX finds a compiled program by the module that tracing and lowering give, which takes longer than loading it does. So
-how a program is called (the structure of arguments and results, their shapes and places, which are donated) is kept
-under a key of all that it was made from (`program_key`), with the name and the digest of the program itself, which is
-where JAX keeps it (`program_store`). What is kept so is read by Python's pickle, which runs what it reads: the folder
-and its entries must be the user's own, and writable by nobody else.
+JAX's cache key is the lowered module, and tracing and lowering take longer than loading the program. So the call
+signature (structure, shapes and placements of arguments and results, and donation) is stored under a key of everything
+that the program is compiled from (`program_key`), with the name and digest of the program, which stays in JAX's cache
+(`program_store`). Entries are read by Python's pickle, which executes what it reads, so the folder and its entries must
+belong to the user and be writable by nobody else.
 """
 
 import dataclasses
@@ -34,10 +34,9 @@ _FOLDER = "calls"  # in that of the programs
 
 
 def kept(bound: Decoder) -> Decoder:
-    """Return a decoder whose programs are kept with what it takes to call them.
+    """Return a decoder whose programs are stored with their call signatures.
 
-    Those of a configuration that cannot be told from others, such as one with a law of the caller's own, are as they
-    were.
+    Programs of a configuration without a unique key, such as one with a caller's own law, are unchanged.
     """
     told = config_told(bound.config)
     if told is None:
@@ -52,11 +51,11 @@ def kept(bound: Decoder) -> Decoder:
 
 
 class Kept(Program):
-    """A program that is loaded, not traced, where a process before this one has kept it; else it is kept.
+    """A program that is loaded without tracing if an earlier process has stored it; otherwise compiled and stored.
 
-    Arguments are arrays that were put on one device, and values of numpy. With others, within transformations of JAX,
-    and where JAX keeps programs in no `ProgramStore`, it is the program that it was. `seconds` is what it took to make,
-    when that was done; None before.
+    Arguments are arrays on the same device, and numpy values. With other arguments, within transformations of JAX, or
+    if JAX's cache is not a `ProgramStore`, it calls the original program. `seconds` is the compilation time, None until
+    the program is loaded or compiled.
     """
 
     def __init__(self, program: Program, name: str, config: str) -> None:
@@ -74,7 +73,7 @@ class Kept(Program):
         for compiled in tuple(self._ready.values()):
             try:
                 return self._run(compiled, *arguments)
-            except (TypeError, ValueError):  # made for other arguments, as it says before it runs
+            except (TypeError, ValueError):  # compiled for other arguments; raised before it runs
                 continue
         wanted = self._want(arguments)
         if wanted is None:
@@ -83,30 +82,30 @@ class Kept(Program):
 
     @property
     def ready(self) -> bool:
-        """Whether one was made in this process."""
+        """Whether it was loaded or compiled in this process."""
         return bool(self._ready)
 
     def ahead(self, *arguments: Any) -> Callable[[], object]:
-        """Return what makes the program for such arguments in any thread, and holds none of their data."""
+        """Return a function that compiles the program for such arguments in any thread, without their data."""
         wanted = self._want(arguments)
         if wanted is None:
             return lambda: None
         told, described = within(settings)(), jax.tree.map(_described, arguments)
 
         def make() -> None:
-            if within(settings)() == told:  # else this thread would make another
+            if within(settings)() == told:  # else this thread would compile a different program
                 self._make(wanted, described)
 
         return make
 
     def is_kept(self, *arguments: Any) -> bool:
-        """Return whether a process before this one has kept the program for such arguments."""
+        """Return whether an earlier process has stored the program for such arguments."""
         wanted = self._want(arguments)
         calls = None if wanted is None else _own(wanted.store.folder / _FOLDER)
         return wanted is not None and calls is not None and calls.get(wanted.key) is not None
 
     def _wanted(self, arguments: tuple[Any, ...]) -> "_Wanted | None":
-        """What program such arguments want; None where it cannot be kept."""
+        """Return the key of the program for such arguments; None if it cannot be stored."""
         leaves, structure = jax.tree.flatten((arguments, {}))
         device = device_of(leaves)
         store = None if device is None else _store(device.client)
@@ -116,7 +115,7 @@ class Kept(Program):
         return None if key is None else _Wanted(key=key, structure=structure, device=device, store=store)
 
     def _made(self, wanted: "_Wanted", arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-        """The program that is wanted, loaded or compiled."""
+        """Return the program, loaded or compiled."""
         with self._lock:
             if wanted.key in self._ready:  # by another thread
                 return self._ready[wanted.key]
@@ -136,7 +135,7 @@ class Kept(Program):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """A program by its key, for arguments of a structure on a device, and where JAX keeps it."""
+    """A program's key, the structure of its arguments, their device, and JAX's cache."""
 
     key: str
     structure: Any
@@ -145,7 +144,7 @@ class _Wanted:
 
 
 def _described(leaf: Any) -> Any:
-    """What a program is made for, of one argument."""
+    """Return the properties of an argument that a program is compiled for."""
     if not isinstance(leaf, jax.Array):
         return leaf
     place = getattr(leaf, "format") if leaf.committed else None  # noqa: B009 - the declared type of an array lacks it
@@ -153,13 +152,13 @@ def _described(leaf: Any) -> Any:
 
 
 def _store(backend: Any) -> ProgramStore | None:
-    """Where JAX keeps programs, if that is a store of the package's own."""
+    """Return JAX's persistent cache if it is a `ProgramStore`."""
     found = compilation_cache._get_cache(backend) if compilation_cache.is_cache_used(backend) else None
     return found if isinstance(found, ProgramStore) else None
 
 
 def _own(folder: Path) -> ProgramStore | None:
-    """A store in a folder that is the user's own, None where it cannot be."""
+    """Return a store in a folder that only the user may write to, or None."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         reason = not_own(folder.lstat(), stat.S_ISDIR)
@@ -172,7 +171,7 @@ def _own(folder: Path) -> ProgramStore | None:
 
 
 class _Pickler(serialize_executable._JaxPjrtPickler):
-    """Writes how a program is called, and the place of the program itself."""
+    """Writes a program's call signature, and a reference to the program itself."""
 
     def __init__(self, file: io.BytesIO, name: str, digest: bytes) -> None:
         super().__init__(file)
@@ -202,7 +201,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
 
 
 class _GoneError(Exception):
-    """The program itself is kept no more, or was compiled anew since."""
+    """The program itself is no longer in JAX's cache, or was recompiled."""
 
 
 def _digest(program: bytes) -> bytes:
@@ -210,14 +209,14 @@ def _digest(program: bytes) -> bytes:
 
 
 def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
-    """Keep what it takes to call a program, which JAX asked the store for by the last of these names.
+    """Store the call signature of a program, which JAX requested from its cache by the last of these names.
 
-    Beside it is kept how many seconds it took to make.
+    The compilation time is stored with it.
     """
     program = wanted.store.get(names[-1]) if names else None
     unloaded = getattr(compiled._executable, "_unloaded_executable", None)
     if program is None or unloaded is None or compiled._params.const_args or unloaded.host_callbacks:
-        return  # a program that JAX keeps nowhere, or one with more to it than arguments and results
+        return  # a program that JAX does not cache, or with constants or host callbacks
     information = jax.tree.leaves(compiled.args_info)
     with io.BytesIO() as file:
         _Pickler(file, names[-1], _digest(program)).dump((unloaded, information, compiled.out_tree, seconds))
@@ -225,9 +224,9 @@ def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, n
 
 
 def _loaded(calls: ProgramStore, wanted: _Wanted) -> tuple[jax.stages.Compiled, float] | None:
-    """The program that was kept under a key, and the seconds that it took to make, when it was made.
+    """Return the stored program of a key, and its compilation time in seconds.
 
-    None where there is none, or none that can be loaded.
+    Returns None if there is none, or it cannot be loaded.
     """
     began = time.monotonic()
     entry = calls.get(wanted.key)
@@ -238,7 +237,7 @@ def _loaded(calls: ProgramStore, wanted: _Wanted) -> tuple[jax.stages.Compiled, 
         loaded = jax.stages.Compiled(unloaded.load(), [], wanted.structure.unflatten(information), results)
     except _GoneError:
         return None
-    except Exception as error:  # whatever pickle, or the device's runtime, says of what it cannot read
+    except Exception as error:  # pickle and the device's runtime may raise anything
         _LOG.warning(f"A kept program cannot be loaded ({type(error).__name__}: {error}); it is compiled anew.")
         return None
     compilation.count_loaded(time.monotonic() - began)

@@ -1,10 +1,9 @@
-"""Programs that serve few sequences: which of them a burst runs, and when one more is made.
+"""Programs with fewer rows for few sequences: which of them a burst runs, and when another is compiled.
 
-On a CPU a step takes about as long as it has rows, whether sequences stand in them or not. So where few run, a program
-of fewer rows does what that of all rows does to them, bit for bit, in less time. Another thread makes it: at once where
-an earlier process has kept it, else as soon as the bursts that it would have served have taken as long as the program
-of all rows took to make. So making it costs no more than what it would have spared till then, as far as that can be
-known without knowing what is still to come.
+On a CPU the time of a step is proportional to its rows, occupied or not. If few sequences run, a program with fewer
+rows computes the same bits in less time. Another thread prepares it: at once if an earlier process has stored it,
+otherwise when the bursts that it could have run have taken as long as the full program took to compile. This is the
+rent-or-buy rule: the compilation starts only after a comparable time was spent without it.
 """
 
 import logging
@@ -22,10 +21,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class FewRows:
-    """The programs of few rows that there are beside a `whole` one of a decoder, on a platform: none but on a CPU.
+    """The programs with fewer rows than the full program `whole` of a decoder. Only CPUs have them.
 
-    None are for a module of the caller's own, whose products may round in another way over fewer rows, and none where
-    programs cannot be kept.
+    There are none for a caller's own module, whose products may round differently over fewer rows, and none if programs
+    cannot be stored.
     """
 
     def __init__(self, decoder: Decoder, whole: Variant, platform: str) -> None:
@@ -34,25 +33,25 @@ class FewRows:
         if platform == "cpu" and not isinstance(decoder.config.model, ModuleModel):
             few = {v.rows: one for v, one in decoder.variants.items() if v._replace(rows=whole.rows) == whole != v}
             self._programs = {rows: one for rows, one in sorted(few.items()) if isinstance(one, Kept)}
-        self._missed = dict.fromkeys(self._programs, 0.0)  # seconds of bursts that each would have served
+        self._missed = dict.fromkeys(self._programs, 0.0)  # seconds of bursts that each could have run
         self._made: dict[int, Future[object]] = {}
 
     @property
     def making(self) -> bool:
-        """Whether one is being made."""
+        """Whether a program is being compiled."""
         return any(not made.done() for made in self._made.values())
 
     def chosen(self, running: int) -> int | None:
-        """Return the rows of the program for a burst of so many sequences; None where it is that of all rows."""
+        """Return the rows of the program for a burst of `running` sequences; None for the full program."""
         for rows, program in self._programs.items():
             if rows >= running and rows in self._made and self._made[rows].done() and program.ready:
                 return rows
         return None
 
     def note(self, running: int, rows: int, seconds: float, *asked: Any) -> None:
-        """Note how long a burst of so many sequences took in `rows`; have a program of fewer made if it is time.
+        """Record the seconds of a burst of `running` sequences in `rows`; start compiling a smaller program if due.
 
-        The arguments that it is made for are those `asked`.
+        It is compiled for the arguments `asked`.
         """
         wanted = next((one for one in self._programs if one >= running), rows)
         if wanted >= rows or wanted in self._made:
@@ -68,7 +67,7 @@ class FewRows:
     def _make(self, rows: int, make: Callable[[], object]) -> None:
         try:
             make()
-        except Exception as error:  # whatever a compiler says; texts go on without it
+        except Exception as error:  # a compiler may raise anything; sequences continue without the program
             _LOG.warning(
                 f"The program of {rows} rows cannot be made ({type(error).__name__}: {error}); it is not used."
             )

@@ -1,10 +1,10 @@
-"""What a compiled program is told by: a digest of all that it was made from, None where that cannot be known.
+"""The key of a compiled program: a digest of everything it is compiled from, or None if that is unknown.
 
-That is the package's sources, the versions of Python, JAX and its compiler, the processor or chip with what it can do,
-every setting of JAX, the decoder's configuration, and the structure, shapes, dtypes and layouts of the arguments.
-Values are written down part by part. A function, or a type, is told by its name where the package or JAX has it under
-that name: its code is told by the sources, and by the versions. One that a caller wrote has no such name, so that what
-is made with it is not known.
+The key covers the package's sources, the versions of Python, JAX and its compiler, the processor or chip and its
+features, every setting of JAX, the decoder's configuration, and the structure, shapes, dtypes and layouts of the
+arguments. Values are serialised part by part. A function or type is identified by its name if the package or JAX
+defines that name; the sources and versions identify its code. A caller's own function has no such name, so a program
+that uses it has no key.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from jaxlib import version, xla_client
 from et_jax.decode.config import DecoderConfig
 from et_jax.io import own_sources
 
-_KNOWN = frozenset({"et_jax", "jax", "jaxlib", "ml_dtypes", "numpy", "builtins"})  # packages whose versions are told
+_KNOWN = frozenset({"et_jax", "jax", "jaxlib", "ml_dtypes", "numpy", "builtins"})  # their versions are in the key
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 class UnknownError(Exception):
-    """A value that cannot be told from every other one."""
+    """A value without a unique description."""
 
 
 def config_told(config: DecoderConfig) -> str | None:
-    """Return what a configuration is told by: its fields, but of its controller only the structure.
+    """Return a unique description of a configuration: its fields, but only the structure of its controller.
 
-    None where the package itself was changed since the process began, or a part of the configuration is unknown.
+    None if the package's sources changed since the process began, or a part of the configuration is unknown.
     """
     sources = own_sources.digest()
     if sources is None:
@@ -49,9 +49,9 @@ def config_told(config: DecoderConfig) -> str | None:
 
 
 def device_of(leaves: Sequence[Any]) -> Any:
-    """Return the one device that arrays among these were put on, None where there is no such one.
+    """Return the device to which all committed arrays among `leaves` are committed, or None.
 
-    Those that were put nowhere go where the others are.
+    Uncommitted arrays follow the others.
     """
     found = set()
     for leaf in leaves:
@@ -66,9 +66,9 @@ def device_of(leaves: Sequence[Any]) -> Any:
 
 
 def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], device: Any) -> str | None:
-    """Return the key of a program of this name and configuration, for arguments of a tree on a device.
+    """Return the key of a program of this name and configuration, for the arguments of a tree on a device.
 
-    `config` is what `config_told` says.
+    `config` is the result of `config_told`.
     """
     try:
         arguments = _structure(structure), tuple(map(_shape, leaves))
@@ -80,25 +80,25 @@ def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], d
 
 @functools.cache
 def _machine(device: Any) -> tuple[Any, ...]:
-    """The versions of what makes programs, and what the device is and can do."""
+    """Return the versions of the compiler and its inputs, and the device's kind and features."""
     client = device.client
     versions = platform.python_version(), np.__version__, jax.__version__, version.__version__, client.platform_version
     flags = tuple(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
-    topology = xla_client.get_topology_for_devices([device]).fingerprint()  # a processor's features are in it
+    topology = xla_client.get_topology_for_devices([device]).fingerprint()  # includes a processor's features
     return versions, flags, client.platform, device.device_kind, device.id, len(client.devices()), topology
 
 
 def settings() -> tuple[str, ...]:
-    """Return every setting of JAX, as it is in this thread, but where programs are kept and what guards transfers."""
-    known = sorted(jax.config.values.items())  # for the whole process; some are another in a thread, as attributes
+    """Return every setting of JAX in this thread, except those of caches and transfer guards."""
+    known = sorted(jax.config.values.items())  # of the process; as attributes, some differ in a thread
     told = [(name, value) for name, value in known if "cache" not in name and "guard" not in name]
     return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in told)
 
 
 def _shape(leaf: Any) -> tuple[Any, ...]:
-    """What a program is compiled for, of one argument."""
+    """Return the properties of an argument that a program is compiled for."""
     if isinstance(leaf, jax.Array):
-        layout = str(getattr(leaf, "format").layout)  # noqa: B009 - which the declared type of an array lacks
+        layout = str(getattr(leaf, "format").layout)  # noqa: B009 - the declared type of an array lacks it
         return leaf.shape, leaf.dtype.name, leaf.weak_type, leaf.committed, leaf.sharding.memory_kind, layout
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape, leaf.dtype.name
@@ -108,7 +108,7 @@ def _shape(leaf: Any) -> tuple[Any, ...]:
 
 
 def _structure(tree: Any) -> Any:
-    """What the structure of a tree is told by."""
+    """Return a unique description of a tree's structure."""
     node = tree.node_data()
     if node is None:
         return "leaf"
@@ -119,9 +119,9 @@ def _structure(tree: Any) -> Any:
 
 
 def _written(value: Any) -> Any:
-    """What a value is told by, part by part, in tuples of plain values.
+    """Return a unique description of a value, part by part, in tuples of plain values.
 
-    Raises UnknownError for what is of a type that others have made, or has parts that cannot be seen.
+    Raises UnknownError for a value of a type from another package, or with parts that cannot be inspected.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -150,13 +150,13 @@ def _written(value: Any) -> Any:
 
 
 def _named(value: Any) -> tuple[str, str]:
-    """The module and the name of a function or a type, which must be found under them."""
+    """Return the module and the name of a function or a type. Raises UnknownError unless they lead back to it."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module.partition(".")[0] not in _KNOWN:
         raise UnknownError
     try:
         found = functools.reduce(getattr, name.split("."), sys.modules[module])
-    except (AttributeError, KeyError) as error:  # within a function, or made as the program runs
+    except (AttributeError, KeyError) as error:  # defined in a function, or created at run time
         raise UnknownError from error
     if found is not value:
         raise UnknownError

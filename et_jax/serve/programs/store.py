@@ -1,4 +1,4 @@
-"""Compiled programs on disk: an entry is the program that was kept under its key, whole, or it is not there."""
+"""Compiled programs on disk: an entry is complete and verified by a digest, or it does not exist."""
 
 import contextlib
 import hashlib
@@ -18,19 +18,19 @@ from jax._src import compilation_cache
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = 32  # bytes at the beginning of an entry
-_LEFT = 24 * 3600.0  # seconds after which what a process was writing is taken to have been left by it
+_LEFT = 24 * 3600.0  # seconds after which a temporary file counts as abandoned
 MOST_BYTES = 4 * 2**30  # of all entries of a folder
-_CHECKS = 100  # times that a folder is measured while it fills
+_CHECKS = 100  # how often the folder's size is checked while it fills
 
 
 class ProgramStore:
-    """A folder of programs by key, as JAX asks for them and hands them over.
+    """A folder of programs by key, with the interface of JAX's persistent cache.
 
-    A digest of key and program stands before the program. Entries that have another, because a disk was full, a copy
-    went wrong or names were mixed up, are removed, and what is compiled in their place is kept. Of the first that
-    cannot be read, and of the first that cannot be kept, a sentence is logged. When the folder exceeds `most_bytes`,
-    the least recently used entries are removed; it is measured after every hundredth of that. With `own` an entry that
-    is not the user's, or that others may write, is as a damaged one.
+    Each entry is a digest of key and program, then the program. Entries with a wrong digest (a full disk, a bad copy,
+    mixed-up names) are removed, and replaced when the program is compiled. The first entry that cannot be read, and the
+    first that cannot be written, are logged. When the folder exceeds `most_bytes`, the least recently used entries are
+    removed; the size is checked after every hundredth of that. With `own`, an entry that does not belong to the user,
+    or that others may write to, counts as damaged.
     """
 
     def __init__(self, folder: Path, *, own: bool = False, most_bytes: int = MOST_BYTES) -> None:
@@ -41,7 +41,7 @@ class ProgramStore:
         self._here = threading.local()
 
     def get(self, key: str) -> bytes | None:
-        """Return the program kept under a key, None where there is none."""
+        """Return the program stored under a key, or None."""
         if (asked := getattr(self._here, "asked", None)) is not None:
             asked.append(key)
         entry = self._entry(key)
@@ -49,7 +49,7 @@ class ProgramStore:
             kept = self._read(entry)
         except FileNotFoundError:
             return None
-        except OSError:  # a folder, or nothing that may be read
+        except OSError:  # a folder, or not readable
             kept = b""
         digest, program = kept[:_DIGEST], kept[_DIGEST:]
         if digest == _digest(key, program):
@@ -60,7 +60,7 @@ class ProgramStore:
         return None
 
     def put(self, key: str, program: bytes) -> None:
-        """Keep a program under a key, in the place of any other."""
+        """Store a program under a key, replacing any other."""
         beside = None
         try:
             with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".new", delete=False) as file:
@@ -81,7 +81,7 @@ class ProgramStore:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[list[str]]:
-        """Gather the keys that this thread asks for, in order, as JAX does of every program that it needs."""
+        """Collect the keys that JAX requests in this thread, in order."""
         self._here.asked = keys = []
         try:
             yield keys
@@ -89,17 +89,17 @@ class ProgramStore:
             self._here.asked = None
 
     def _read(self, entry: Path) -> bytes:
-        """Return what an entry holds, and note that it was used. Raises OSError where it cannot be read, or used."""
+        """Return an entry's bytes, and update its access time. Raises OSError if it cannot be read or trusted."""
         with entry.open("rb") as file:
             about = os.fstat(file.fileno())
             if self._own and (reason := not_own(about, stat.S_ISREG)):
                 raise OSError(reason)
-            with contextlib.suppress(OSError):  # one of a folder that others write
+            with contextlib.suppress(OSError):  # an entry of a shared folder
                 os.utime(file.fileno(), ns=(time.time_ns(), about.st_mtime_ns))
             return file.read()
 
     def _make_room(self) -> None:
-        """Remove what was left half written and, while there is too much, what was used last the longest ago."""
+        """Remove abandoned temporary files and, while the folder is too large, the least recently used entries."""
         for half in self.folder.glob(".*.new"):
             with contextlib.suppress(OSError):
                 if half.stat().st_mtime < time.time() - _LEFT:
@@ -133,9 +133,9 @@ def _digest(key: str, program: bytes) -> bytes:
 
 
 def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None:
-    """Return why a file or folder is not the user's own, None where it is; `is_kind` says whether it is what it should.
+    """Return why a file or folder is not exclusively the user's, or None; `is_kind` tests its file type.
 
-    Systems without owners of files have none that is.
+    On systems without file owners the result is never None.
     """
     if not is_kind(about.st_mode):
         return "it is something else"
@@ -147,11 +147,11 @@ def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None
 
 
 def use(folder: Path) -> None:
-    """Have JAX keep programs in a folder, by a `ProgramStore`.
+    """Make JAX use a `ProgramStore` in a folder as its persistent cache.
 
-    JAX has settings for the folder and for what is kept, and none for how: what it writes by itself may stay torn for
-    ever, for it writes into the file's place and never writes a file twice. So what makes its store is replaced, for
-    this folder alone. A bound on the folder's size is kept by JAX's own store.
+    JAX's own store writes files in place and never rewrites them, so a torn file stays for ever. JAX has no setting for
+    the store, so its factory function is replaced, for this folder only. If JAX's setting limits the cache size, its
+    own store is used.
     """
     store, made = ProgramStore(folder), compilation_cache.get_file_cache
 
