@@ -1,4 +1,4 @@
-"""The rows of the output: OpenAI's completion bodies, with what entropy and cost came to beside the usage."""
+"""The rows of the output: OpenAI's completion bodies, with totals of entropy and cost beside the usage."""
 
 import time
 from collections.abc import Sequence
@@ -7,18 +7,18 @@ from typing import Any, Protocol, runtime_checkable
 from et_jax.batch.tasks import Entry, Task
 from et_jax.serve.completions import Completion, TokenTrace, entropic
 
-_LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be drawn; JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be sampled; JSON has no infinity
 
 
 @runtime_checkable
 class Spelling(Protocol):
-    """What an answer needs of a tokenizer."""
+    """The part of a tokenizer that answers require."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def answer_row(task: Task, completions: Sequence[Completion], model: str, tokenizer: Spelling) -> dict[str, Any]:
-    """Return the row of a line whose continuations have all ended well."""
+    """Return the row of a line whose continuations all ended without an error."""
     entry = task.entry
     ordered = sorted(completions, key=lambda completion: completion.index)
     prompt_tokens, completion_tokens = ordered[0].prompt_tokens, sum(len(c.token_ids) for c in ordered)
@@ -41,7 +41,7 @@ def answer_row(task: Task, completions: Sequence[Completion], model: str, tokeni
 
 
 def error_row(entry: Entry, code: str, message: str) -> dict[str, Any]:
-    """Return the row of a line that has no answer: "invalid_request" by its own fault, or "failed"."""
+    """Return the row of a line without an answer; `code` is "invalid_request" or "failed"."""
     error = {"code": code, "message": message, "line": entry.line}
     return {"id": entry.id, "custom_id": entry.custom_id, "response": None, "error": error}
 
@@ -61,7 +61,7 @@ def _choice(task: Task, completion: Completion, tokenizer: Spelling) -> dict[str
 def _chat_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
     def spelled(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # a part of a character has no text of its own
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else the token is a part of a character
         return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode()) if whole else None}
 
     def row(trace: TokenTrace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A batch job: every line of the input is served once, in any order, and its row kept as soon as it is there.
+"""A batch job: completes every line of the input once, in any order, and writes its row as soon as it ends.
 
-A line is done when its row is recorded, be it an answer or an error. Errors are not tried again: they lie
-in the line itself. What an interrupt ended early is not recorded, and is served anew by the next run.
+A line is done when its row is recorded, either an answer or an error. Errors are not retried, because the line itself
+causes them. Lines that an interrupt ended early are not recorded, and the next run completes them.
 """
 
 import array
@@ -22,18 +22,18 @@ from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 
 Watch = Callable[[Mapping[str, Any], Sequence[Completion]], None]
-"""Told of every row that is written of an answer, and the completions that it was made of."""
+"""Receives every answer row that is written, and its completions."""
 
 _METRICS_SECONDS = 5.0
 
 
 @dataclasses.dataclass(kw_only=True)
 class Summary:
-    """What a run came to: `total` lines, of which `before` had a row already; sums over this run's answers.
+    """The result of a run: `total` lines, of which `before` had a row already; sums over this run's answers.
 
-    `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went
-    into rows that produced no token. `ignored` names the fields of lines that change no text here. `marks` tell the
-    lines of the survey from others, eight bytes for each, and `recorded` is 1 for those that had a row.
+    `programs` were compiled for the model so far, `programs_late` of them after warm-up; `idle_flops` went into rows
+    that produced no token. `ignored` names unsupported fields of lines that do not change the text. `marks` are hashes
+    of the surveyed lines, eight bytes each, and `recorded` is 1 for lines that had a row.
     """
 
     total: int = 0
@@ -54,7 +54,7 @@ class Summary:
 
     @property
     def done(self) -> int:
-        """Lines that have a row."""
+        """The number of lines with a row."""
         return self.before + self.answered + self.refused
 
     def __str__(self) -> str:
@@ -75,12 +75,12 @@ def ignored_text(fields: Collection[str]) -> str:
 
 
 def survey(path: Path, journal: Journal, column: str | None = None) -> Summary:
-    """Return how many lines the input has and how many of them are done, before any is served.
+    """Return how many lines the input has and how many of them are done, before the job starts.
 
-    Prompts are in a `column`, where one is named.
+    Prompts are in `column`, if it is given.
 
-    Rows that no line asks for are told of, and stay. Raises UsageError where a line is not the one its row was written
-    for.
+    Rows without a line in the input are reported, and stay. Raises UsageError if a line differs from the line that its
+    row was written for.
     """
     summary, strays = Summary(), set(journal.recorded)
     for entry in read_entries(path, column):
@@ -104,9 +104,9 @@ def survey(path: Path, journal: Journal, column: str | None = None) -> Summary:
 
 
 def surveyed(path: Path, marks: Sequence[int], output: Path, column: str | None = None) -> Iterator[Entry]:
-    """Yield the lines of `path`, which a survey for the rows in `output` left these marks of.
+    """Yield the lines of `path`, compared with the `marks` of a survey; `output` has the rows.
 
-    Raises UsageError where the lines are others now.
+    Raises UsageError if the lines have changed.
     """
     number = 0
     for number, entry in enumerate(read_entries(path, column), 1):
@@ -160,11 +160,10 @@ def run(
     cancelled: Callable[[], bool] = lambda: False,
     watch: Watch = lambda row, completions: None,
 ) -> None:
-    """Serve the lines of `path` that have no row yet, and add what it came to to `summary`, that of `survey`.
+    """Complete the lines of `path` without a row, and add the results to `summary`, which `survey` returned.
 
-    The counters are written to `metrics_file` every few seconds and at the end; `watch` is told of every answer. Raises
-    UsageError where the output takes no more rows, or the input is not what it was in the survey; the rows written are
-    kept.
+    The counters are written to `metrics_file` every few seconds and at the end; `watch` receives every answer. Raises
+    UsageError if the output cannot be written, or the input has changed since the survey; the rows written so far stay.
     """
     began = time.monotonic()
     with Progress(summary.total, summary.before) as progress:
@@ -178,7 +177,7 @@ def run(
 
 
 class _Job:
-    """One run: which requests are under way, and what has come of the others."""
+    """One run of a job: its files, its progress and its sums."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class _Job:
         self._model, self._path, self._journal, self._defaults = model, path, journal, defaults
         self._summary, self._progress, self._metrics_file, self._cancelled = summary, progress, metrics_file, cancelled
         self._looked = time.monotonic()
-        self._fault: UsageError | None = None  # of the input; what is under way is served all the same
+        self._fault: UsageError | None = None  # of the input; running requests still complete
 
     def serve(self) -> None:
         serve_entries(
@@ -211,7 +210,7 @@ class _Job:
             raise self._fault
 
     def look(self, last: bool = False) -> None:
-        """Do what is due now and then: rows to the disk, counters to their file, a word to the user."""
+        """Do the periodic work if it is due: sync rows to disk, write the counters, show the progress."""
         self._journal.sync_if_due()
         self._progress.show(self._summary.done, self._summary.answered, self._summary.tokens)
         due = last or time.monotonic() - self._looked >= _METRICS_SECONDS
@@ -220,12 +219,12 @@ class _Job:
             self._looked = time.monotonic()
 
     def _stops(self) -> bool:
-        """Answer the engine, which asks between two bursts."""
+        """Return whether the job is cancelled; the engine calls this between two bursts."""
         self.look()
         return self._cancelled()
 
     def _left(self) -> Iterator[Entry]:
-        """Yield what is left to serve, in the order of the file."""
+        """Yield the lines without a row, in the order of the file."""
         for entry in self._entries():
             if self._cancelled():
                 return
@@ -233,7 +232,7 @@ class _Job:
                 yield entry
 
     def _entries(self) -> Iterator[Entry]:
-        """Yield the lines that the survey saw, up to where they are others."""
+        """Yield the surveyed lines, up to the first that has changed."""
         try:
             column = self._defaults.prompt_column
             yield from surveyed(self._path, self._summary.marks, self._journal.path, column)

@@ -1,12 +1,12 @@
-"""The output file: rows are only ever appended, and what is recorded there is done.
+"""The output file: an append-only journal; a line with a row in it is done.
 
-A row is written with one call and kept in whole: where the disk refuses some of it, what was written is cut
-off again. Rows are forced to the disk in groups, at most one group a second; a crash of the program loses
-none that was written, a loss of power at most the last group, and those lines are done again. What a crash
-tore is the last line, and is cut off when the job is opened next; nothing else ever is.
+A row is written with a single call. If the disk accepts only a part of it, the file is truncated to its size before.
+Rows are synced to the disk in groups, at most one group per second. A crash of the program loses no written row; a
+power loss loses at most the last group, whose lines are completed again. A crash may leave a torn last line, which is
+truncated when the journal is opened next; nothing else is ever removed.
 
-Whether the file is still where it was, and as long as this job made it, is looked at with every row and
-every second. Where it was taken away its rows are kept elsewhere, see `rescue`.
+With every row and every second the journal checks that the file is still in place and has the size that this job gave
+it. If the file was removed, its rows are copied elsewhere, see `rescue`.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from et_jax.batch.source import check_source
 from et_jax.errors import UsageError
 
 SYNC_SECONDS = 1.0
-_OPENING = b'{"id": "batch_req_'  # how every row begins that a job writes
+_OPENING = b'{"id": "batch_req_'  # the first bytes of every row
 
 
 def check_files(source: Path, output: Path) -> None:
-    """Find out before any work is done that the two files can be what they are named for. Raises UsageError."""
+    """Raise UsageError, before any work, if the input or output file cannot be used as such."""
     check_source(source)
     if os.path.exists(output) and not os.path.isfile(output):
         raise UsageError(f"{output} is not a regular file; choose another --output.")
@@ -45,20 +45,20 @@ def check_files(source: Path, output: Path) -> None:
 class Journal:
     """The rows of an output file that is open for appending.
 
-    `recorded` has the id of every row by its key: the custom_id, or the line number where there is none.
+    `recorded` has the id of every row by its key: the custom_id, or the line number if there is none.
     """
 
     def __init__(self, path: Path, file: int, manifest: Manifest, recorded: dict[str | int, str], size: int) -> None:
         self.path, self.recorded = path, recorded
         self._file, self._manifest, self._size = file, manifest, size
         self._synced_at, self._synced_size = 0.0, size
-        self._sound = True  # no loss has been told of
+        self._sound = True  # no loss was reported
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a row.
 
-        Raises UsageError where the disk takes no more, and then the file is as it was before; or where the
-        file is not what it was.
+        Raises UsageError if the disk is full, and restores the file's previous size, or if another program changed the
+        file.
         """
         data = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         key, identity = _identity(row)
@@ -68,7 +68,7 @@ class Journal:
         except OSError as error:
             try:
                 os.ftruncate(self._file, self._size)
-            except OSError:  # the torn row is cut off when the job is opened next
+            except OSError:  # the torn row is truncated when the journal is opened next
                 self._sound = False
             raise self._refusal(error) from error
         self._size += len(data)
@@ -76,12 +76,12 @@ class Journal:
         self.sync_if_due()
 
     def sync_if_due(self) -> None:
-        """Force what was written to the disk, if the last time is a second ago."""
+        """Sync the rows to the disk, if the last sync is at least a second ago."""
         if time.monotonic() - self._synced_at >= SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Force what was written to the disk, and see that it and the manifest are where they were."""
+        """Sync the rows to the disk, and check that the file and the manifest are in place."""
         self._check()
         if self._synced_size < self._size:
             try:
@@ -94,7 +94,7 @@ class Journal:
         self._synced_at = time.monotonic()
 
     def close(self) -> None:
-        """Sync for the last time, unless a loss was told of already."""
+        """Sync for the last time, unless a loss was reported already."""
         if self._sound:
             self.sync()
 
@@ -103,7 +103,7 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def _check(self, data: bytes = b"", *row: Any) -> None:
-        """Find out whether the file is still there and as it was left; `data` of a `row` is about to be written."""
+        """Raise UsageError unless the file is in place and unchanged; `data` of a `row` is to be written next."""
         held = os.fstat(self._file)
         there = _state(self.path)
         in_place, whole = there is not None and os.path.samestat(held, there), held.st_size == self._size
@@ -116,14 +116,14 @@ class Journal:
                 f"{self._size}), and nothing more is written; run the same command again, which says what it lacks."
             )
         if data and whole:
-            with contextlib.suppress(OSError):  # a part of a row is cut off later
+            with contextlib.suppress(OSError):  # a torn row is truncated later
                 self._write(data)
                 self.recorded[row[0]] = row[1]
         kept = f"its {len(self.recorded)} rows" if whole else "what is left of its rows"
         raise UsageError(f"{self.path} was {self._fate(there is not None, kept)}")
 
     def _fate(self, replaced: bool, kept: str) -> str:
-        """Keep the rows of a file that was taken away, and return the rest of a sentence about it."""
+        """Rescue the rows of a file that was moved or removed, and return the rest of a sentence about it."""
         if place := rescue.found(self._file):
             return f"moved to {place} while the job ran; move it back and run the same command again."
         fate = f"{'replaced by another file' if replaced else 'removed'} while the job ran;"
@@ -135,7 +135,7 @@ class Journal:
         try:
             self._manifest.keep()
         except UsageError:  # its folder is gone
-            with contextlib.suppress(UsageError):  # where the rows are matters more
+            with contextlib.suppress(UsageError):  # the place of the rows must be reported in any case
                 beside = f"put that and {self._manifest.copy(place)}"
         return f"{fate} {kept} are kept in {place}: {beside} in its place and run the same command again."
 
@@ -148,10 +148,10 @@ class Journal:
 
 @contextmanager
 def open_journal(path: Path, settings: Mapping[str, Any]) -> Iterator[Journal]:
-    """Open an output file, new or begun by a job of the same `settings` (values of JSON), and mend its end.
+    """Open an output file, new or begun by a job of the same `settings` (values of JSON), and truncate a torn end.
 
-    Nothing is written before the file is locked. Raises UsageError where it cannot be written, is no output
-    of a job, belongs to a job of other settings, or is being written by another one.
+    Nothing is written before the file is locked. Raises UsageError if it cannot be written, is not a job's output,
+    belongs to a job of other settings, or another job is writing it.
     """
     with _locked(path) as file:
         manifest = Manifest(path, settings)
@@ -171,7 +171,7 @@ def open_journal(path: Path, settings: Mapping[str, Any]) -> Iterator[Journal]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """Open and lock a file; where the job is refused, a file that it made and that is empty goes, and its manifest."""
+    """Open and lock a file; if the job fails to start, remove the file and manifest that it created, if empty."""
     is_new, beside = not os.path.lexists(path), manifest_path(path)
     has_manifest = os.path.lexists(beside)
     try:
@@ -211,9 +211,9 @@ def _state(path: Path) -> os.stat_result | None:
 
 
 def _read(path: Path) -> tuple[dict[str | int, str], int]:
-    """Return the rows recorded in an output file, and the size up to which it is whole.
+    """Return the rows recorded in an output file, and its size without a torn last line.
 
-    Raises UsageError naming the line that is no row, unless it is the last one and a torn one.
+    Raises UsageError naming a line that is not a row, unless it is a torn last line.
     """
     recorded: dict[str | int, str] = {}
     size, torn = 0, 0
@@ -241,13 +241,13 @@ def _read(path: Path) -> tuple[dict[str | int, str], int]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether a last line may be what a crash left of a row: its beginning, or bytes that never came (0)."""
+    """Return whether a last line may be a row torn by a crash: its beginning, or zero bytes never written."""
     begins = line[:1] == b"\0" or line.startswith(_OPENING) or _OPENING.startswith(line.rstrip(b"\0"))
     return begins and (not line.endswith(b"\n") or b"\0" in line)
 
 
 def _identity(row: Any) -> tuple[str | int, str]:
-    """Return what a row is found by, and its id. Raises KeyError or TypeError for what is no row."""
+    """Return the key of a row, and its id. Raises KeyError or TypeError for a value that is not a row."""
     name, identity = row["custom_id"], row["id"]
     if name is None:
         name = row["error"]["line"]

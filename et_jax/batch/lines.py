@@ -10,15 +10,15 @@ from et_jax.batch.parquet import read_rows
 from et_jax.batch.source import PARQUET
 from et_jax.errors import UsageError
 
-MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text and its escapes; of a longer line no more is held at once
-_PIECE_BYTES = 2**20  # in which the rest of a longer line is passed over
+MAX_LINE_BYTES = 8 * 2**20  # a million tokens of text with escapes; also the most bytes of a line in memory
+_PIECE_BYTES = 2**20  # of the reads that skip the rest of a longer line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line: its number from 1, its bytes (None where there are over `MAX_LINE_BYTES`), and their digest.
+    """A line: its number from 1, its bytes (None if there are over `MAX_LINE_BYTES`), and their digest.
 
-    `problem` says why a row of a Parquet file is no line.
+    `problem` says why a row of a Parquet file cannot be converted to JSON.
     """
 
     number: int
@@ -30,8 +30,8 @@ class Line:
 def read_lines(path: Path, column: str | None = None, others: Set[str] = frozenset()) -> Iterator[Line]:
     """Yield the lines of `path` that are not blank, or the rows of a Parquet file, or of a data set in a folder.
 
-    Of rows the `column`, where one is named, and the `others` that there are count alone. Raises UsageError where the
-    file cannot be read, or has no such column.
+    If `column` is given, rows are reduced to it and to those of `others` that exist. Raises UsageError if the file
+    cannot be read, or lacks the column.
     """
     try:
         yield from (_rows(path, column, others) if _has_rows(path) else _json_lines(path))

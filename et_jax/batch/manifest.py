@@ -1,7 +1,7 @@
 """The manifest of an output: a small file beside it with the settings that its answers depend on.
 
-It is written when an output gets its first job, and compared when another job would go on with it. `model`
-is there for people: the model is told by its files, under whatever path.
+The first job of an output writes it, and each further job compares its settings with it. `model` is only for readers:
+the model is identified by the digest of its files, whatever their path.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _CALLED = {"model_files": "the digest of the files of the model and its adapter"
 
 
 def manifest_path(output: Path) -> Path:
-    """Return where the manifest of an output file lies."""
+    """Return the path of the manifest of an output file."""
     return output.with_name(output.name + ".manifest.json")
 
 
@@ -35,10 +35,10 @@ class Manifest:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self._output = manifest_path(path), path
         self._text = json.dumps({"version": VERSION, **settings}, indent=2) + "\n"
-        self._seen: tuple[int, ...] | None = None  # what told the file apart when it was last known to be ours
+        self._seen: tuple[int, ...] | None = None  # the file's identity when its content was last verified
 
     def begin(self) -> None:
-        """Write the manifest of a new output; no file that is no manifest is written over. Raises UsageError."""
+        """Write the manifest of a new output. Raises UsageError rather than overwrite a file of another kind."""
         if os.path.lexists(self.path):
             self._read()
         replace_file(self.path, self._text)
@@ -67,7 +67,7 @@ class Manifest:
         self._seen = self._state()
 
     def keep(self) -> str | None:
-        """Write the manifest again where it was removed or changed, and say so."""
+        """Write the manifest again if it was removed or changed, and return a sentence about that."""
         state = self._state()
         if state == self._seen:
             return None
@@ -94,7 +94,7 @@ class Manifest:
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
     def _bytes(self, most: int) -> bytes:
-        """Return what the manifest holds, of a longer one a byte more than `most`."""
+        """Return the bytes of the manifest, at most `most` + 1."""
         with self.path.open("rb") as file:
             return file.read(most + 1)
 
@@ -114,15 +114,15 @@ class Manifest:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a manifest, those of the sampling among them."""
+    """Return the settings of a manifest as one dictionary, including those of sampling."""
     params = values.get("params")
     inner = params if isinstance(params, dict) else {}
     return {name: value for name, value in {**values, **inner}.items() if name not in (*_NOT_COMPARED, "params")}
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return for each setting that differs what it was and what it is, under the name of its flag."""
-    unset = json.loads(json.dumps(dataclasses.asdict(SamplingParams())))  # what a setting is that came later
+    """Return for each setting that differs its old and new value, under the name of its flag."""
+    unset = json.loads(json.dumps(dataclasses.asdict(SamplingParams())))  # for settings newer than the manifest
     differing = [
         name for name in {**now, **before} if before.get(name, unset.get(name)) != now.get(name, unset.get(name))
     ]

@@ -1,4 +1,4 @@
-"""Rows of a Parquet file, or of a data set that the library `datasets` saved, as the JSON they stand for."""
+"""Converts rows of a Parquet file, or of a data set that the library `datasets` saved, to JSON."""
 
 import importlib
 import json
@@ -14,21 +14,21 @@ from et_jax.errors import UsageError
 from et_jax.io.schema import DatasetFile, checked, read_json
 from et_jax.io.values import excerpt
 
-_ROWS = 64  # held at once
+_ROWS = 64  # in memory at once
 _NAMED = 20  # columns in a sentence
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # of a data set in a folder, and of several
-_EXACT = 2**53  # whole numbers up to here survive as floats, as which pandas writes a column with a gap
+_EXACT = 2**53  # integers up to here are exact as floats, which pandas writes for a column with missing values
 
 
 def read_rows(
     path: Path, column: str | None = None, others: Set[str] = frozenset()
 ) -> Iterator[tuple[bytes, str | None]]:
-    """Yield each row as JSON; where it has no form in JSON, as its repr with a sentence that says why.
+    """Yield each row as JSON; if it cannot be converted, its repr with a sentence that says why.
 
-    `path` is a Parquet file, or a folder that `datasets` saved. Where a `column` is named, it and the `others` that
-    there are make a row. NaN is a missing value; a whole float is an integer; a decimal is a number; bytes are the text
-    they hold; a map is an object; a date or a time is its text. Raises UsageError where the file cannot be read, or has
-    no such column.
+    `path` is a Parquet file, or a folder that `datasets` saved. If `column` is given, a row consists of it and of those
+    of `others` that exist. NaN becomes null, a float without a fraction an integer, a decimal a number, bytes their
+    UTF-8 text, a map an object, and a date or a time its text. Raises UsageError if the file cannot be read, or lacks
+    the column.
     """
     arrow = arrow_of(path)
     kind = "data set" if path.is_dir() else "Parquet file"
@@ -53,7 +53,7 @@ def read_rows(
 
 
 def arrow_of(path: Path) -> Any:
-    """Return the library that reads and writes a file. Raises UsageError where it is not installed."""
+    """Return pyarrow, which reads and writes the file. Raises UsageError if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -69,7 +69,7 @@ def _stored(path: Path) -> Iterator[Any]:
 
 
 def _saved(folder: Path, arrow: Any) -> Iterator[Any]:
-    """Yield the schema of a data set that was saved to a folder, then its rows: Arrow's streams, one after another."""
+    """Yield the schema of a data set that was saved to a folder, then the rows of its Arrow streams in order."""
     for number, file in enumerate(saved_files(folder)):
         with arrow.memory_map(str(file)) as source, arrow.ipc.open_stream(source) as reader:
             if number == 0:
@@ -79,7 +79,7 @@ def _saved(folder: Path, arrow: Any) -> Iterator[Any]:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """Return the files of a data set in a folder that `datasets` saved. Raises UsageError where there is none."""
+    """Return the files of a data set in a folder that `datasets` saved. Raises UsageError if there is none."""
     if (folder / _SPLITS).is_file():
         splits = read_json(folder / _SPLITS).get("splits")
         names = ", ".join(map(excerpt, map(str, splits))) if isinstance(splits, list) else "none"
@@ -109,9 +109,9 @@ def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON has a form for, where there is one.
+    """Return a value converted for JSON; values of other types are returned unchanged.
 
-    Raises UnicodeDecodeError for bytes that are no UTF-8, and ValueError for a map that has a key twice.
+    Raises UnicodeDecodeError for bytes that are not UTF-8, and ValueError for a map with a duplicate key.
     """
     match value:
         case bytes():
@@ -127,7 +127,7 @@ def plain(value: Any) -> Any:
             return int(number) if number.is_integer() and abs(number) <= _EXACT else number
         case dict():
             return {name: plain(inner) for name, inner in value.items()}
-        case list() if value and all(isinstance(pair, tuple) for pair in value):  # how a map comes
+        case list() if value and all(isinstance(pair, tuple) for pair in value):  # pyarrow's form of a map
             named = {str(plain(name)): plain(inner) for name, inner in value}
             if len(named) < len(value):
                 names = [str(plain(name)) for name, _ in value]

@@ -1,4 +1,4 @@
-"""What a running job says on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a running job on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -6,15 +6,15 @@ from types import TracebackType
 
 from et_jax.io.terminal import takes_escapes
 
-LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
-_LEAST_SECONDS = 1.0  # of work, from which a pace is told
+LINE_SECONDS = 10.0  # between two lines if standard error is not a terminal
+_LEAST_SECONDS = 1.0  # of work before a remaining time is shown
 
 
 class Progress:
-    """Lines done of all, tokens per second, and the time left at the pace so far.
+    """Lines done of all, tokens per second, and the remaining time at the pace so far.
 
-    The pace is that of lines that were answered: error rows cost no time. Nothing is said of the time left
-    before there is a pace, nor where no line has ended for longer than all that are left should take.
+    The pace counts answered lines only, because error rows take no time. The remaining time is not shown before there
+    is a pace, nor if no line has ended for longer than that time.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -41,7 +41,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, done: int, answered: int, tokens: int) -> None:
-        """Say that `done` lines have their rows; `answered` of them, with `tokens`, are of this run."""
+        """Show that `done` lines have their rows; this run answered `answered` of them, with `tokens` tokens."""
         if answered > self._answered:
             self._moved = time.monotonic()
         self._done, self._answered, self._tokens = done, answered, tokens

@@ -1,6 +1,6 @@
-"""Rows whose file was taken away while it was open: where it went, or a copy of it under a new name.
+"""Rescues the rows of a file that was moved or removed while open: finds it, or copies it under a new name.
 
-A file that was removed lasts as long as it is open, so all of it can still be read.
+A removed file exists as long as it is open, so it can still be read in full.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ _PIECE_BYTES = 2**20
 
 
 def found(file: int) -> Path | None:
-    """Return where an open file lies now, or None where it lies nowhere or the system cannot tell."""
+    """Return the current path of an open file, or None if it was removed or the system does not report it."""
     with contextlib.suppress(OSError):
         place = Path(os.readlink(f"/proc/self/fd/{file}"))
         if os.path.samestat(os.stat(place), os.fstat(file)):
@@ -23,10 +23,10 @@ def found(file: int) -> Path | None:
 
 
 def copy(file: int, path: Path) -> Path:
-    """Copy an open file to a new one beside `path`, which is gone, and return where it is.
+    """Copy an open file, which was removed from `path`, to a new file beside it, and return the new path.
 
-    Where the folder of `path` takes none, the working directory is tried, then the one for temporary files. Raises
-    OSError where none takes it.
+    If the folder of `path` is not writable, the working directory is tried, then the folder for temporary files. Raises
+    OSError if none is writable.
     """
     refusal = OSError("no folder is left")
     for folder in (path.parent, Path.cwd(), Path(tempfile.gettempdir())):

@@ -1,4 +1,4 @@
-"""Entries through a model: each becomes a request, and what came of it is told once."""
+"""Runs entries through a model: each becomes a request, and its result is reported once."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from et_jax.serve.requests import GenerationRequest
 
 @runtime_checkable
 class Serving(Protocol):
-    """What a job needs of a model, see `engine.Model`."""
+    """The part of a model that a job requires, see `engine.Model`."""
 
     name: str
     tokenizer: Any
@@ -32,10 +32,11 @@ def serve_entries(
     refused: Callable[[Entry, str], None],
     cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve entries, taken as they are needed, and tell of each once.
+    """Complete entries, taken lazily, and report the result of each once.
 
-    `ended` is told of the completions of a task: all `n`, or up to the first that has an error. `refused` is told why
-    an entry makes no request. Once `cancelled` answers True what is under way ends with what it has, as "abort".
+    `ended` receives the completions of a task: all `n`, or up to the first with an error. `refused` receives an invalid
+    entry and its error message. Once `cancelled` returns True, running requests end with their tokens so far, as
+    "abort".
     """
     under_way: dict[int, tuple[Task, list[Completion]]] = {}
 

@@ -1,6 +1,6 @@
-"""Where the lines of a job come from: a file, or a pipe, which is copied to a file of its own first.
+"""The input of a job: a file, or a pipe, which is first copied to a temporary file.
 
-The lines are read twice, once to see what is done already and once to serve the rest, and a pipe flows once.
+The lines are read twice, once to find those that are done and once to complete the rest; a pipe can be read only once.
 """
 
 import codecs
@@ -14,8 +14,8 @@ from pathlib import Path
 from et_jax.batch.parquet import saved_files
 from et_jax.errors import UsageError
 
-PARQUET = b"PAR1"  # how a Parquet file begins
-_LOOKED_AT = 2**16  # bytes from the start
+PARQUET = b"PAR1"  # the first bytes of a Parquet file
+_LOOKED_AT = 2**16  # bytes at the start that are inspected
 _PIECE_BYTES = 2**20
 _UNPACK, _SPELL = "unpack it first", "write it again as JSON lines"
 _KINDS = {
@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def check_source(source: Path) -> None:
-    """Find out that an input is a file of lines, or a pipe. Raises UsageError."""
+    """Raise UsageError unless an input is a file of lines, a data set, or a pipe."""
     try:
         mode = source.stat().st_mode
     except FileNotFoundError as error:
@@ -52,10 +52,10 @@ def check_source(source: Path) -> None:
 
 @contextmanager
 def spooled(source: Path) -> Iterator[Path]:
-    """Yield a file that holds the lines of `source`: itself, or a copy of a pipe, which goes at the end.
+    """Yield a file with the lines of `source`: itself, or a temporary copy of a pipe, removed at the end.
 
-    The copy is the user's alone, in the folder for temporary files (TMPDIR). Raises UsageError where it has no
-    room, or is no file of lines.
+    Only the user can read the copy, in the folder for temporary files (TMPDIR). Raises UsageError if the disk is full,
+    or the content is not a file of lines.
     """
     if source.is_file() or source.is_dir():
         yield source
@@ -83,9 +83,9 @@ def _no_room(source: Path, error: OSError) -> UsageError:
 
 
 def check_lines(path: Path, name: str) -> None:
-    """Find out from its beginning that a file called `name` has lines of JSON, or is Parquet.
+    """Check from its beginning that a file, called `name` in errors, has lines of JSON, or is Parquet.
 
-    A line that is none is no matter, if others are. Raises UsageError that says what the file seems to be.
+    Some invalid lines are accepted if others are valid. Raises UsageError that says what the file seems to be.
     """
     try:
         with path.open("rb") as file:
@@ -102,9 +102,9 @@ def check_lines(path: Path, name: str) -> None:
 
 
 def _guessed(data: bytes) -> tuple[str, str] | None:
-    """Return what the beginning of a file seems to be, and what to do; None where it has JSON lines or nothing."""
+    """Return what the beginning of a file seems to be, and what to do; None if it has JSON lines or is empty."""
     pieces = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    whole = pieces if len(data) < _LOOKED_AT else pieces[:-1]  # the last one goes on
+    whole = pieces if len(data) < _LOOKED_AT else pieces[:-1]  # the last line is incomplete
     lines = [line.strip() for line in whole if line.strip()]
     opens = [line for line in pieces if line.lstrip().startswith(b"{")]
     if not lines:

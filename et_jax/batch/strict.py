@@ -1,4 +1,4 @@
-"""JSON read without a doubt about what it says, and values shown in a sentence."""
+"""Strict JSON parsing, and values shown in a sentence."""
 
 import json
 from collections.abc import Iterable
@@ -6,15 +6,15 @@ from typing import Any
 
 from et_jax.io.values import excerpt
 
-MAX_DEPTH = 64  # objects and lists within one another
-MAX_DIGITS = 4300  # of a whole number; Python converts no longer one
+MAX_DEPTH = 64  # of nested objects and lists
+MAX_DIGITS = 4300  # of an integer; Python's limit of conversion
 
 
 def parse(text: str) -> Any:
-    """Return the value that `text` holds.
+    """Return the JSON value in `text`.
 
-    Raises ValueError for what is no JSON, NaN and Infinity among it, for a key that an object has twice,
-    and for what is too deep or too long to be meant.
+    Raises ValueError for invalid JSON (including NaN and Infinity), for a duplicate key in an object, and for values
+    nested deeper than `MAX_DEPTH` or integers longer than `MAX_DIGITS`.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant, parse_int=_integer)
@@ -26,7 +26,7 @@ def parse(text: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return the start of a value as JSON, for a sentence about it."""
+    """Return the start of a value as JSON, to quote in a sentence."""
     return excerpt(json.dumps(value, ensure_ascii=False))
 
 

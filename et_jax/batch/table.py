@@ -1,4 +1,4 @@
-"""The answers of a job that is done as a Parquet file, in the order of the input; the job itself writes JSON lines."""
+"""Writes the answers of a finished job to a Parquet file, in the order of the input; a job itself writes JSON lines."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from et_jax.batch.tasks import Entry
 from et_jax.io.files import check_writable, replace_file
 from et_jax.serve.totals import Totals
 
-_ROWS = 1024  # held at once
+_ROWS = 1024  # in memory at once
 _TEXTS, _COUNTS = ("text", "finish_reason", "error"), ("prompt_tokens", "completion_tokens")
 
 
@@ -22,12 +22,12 @@ def is_table(output: Path) -> bool:
 
 
 def journal_of(output: Path) -> Path:
-    """Return where the job of an output keeps its rows: beside it, where it is to be a Parquet file."""
+    """Return the path of an output's journal: a file beside it if the output is a Parquet file, otherwise itself."""
     return output.with_name(f"{output.name}.jsonl") if is_table(output) else output
 
 
 def check_table(output: Path) -> None:
-    """Find out before any work that a Parquet file can be written. Raises UsageError."""
+    """Raise UsageError, before any work, if a Parquet file cannot be written."""
     arrow_of(output)
     check_writable(output)
 
@@ -35,7 +35,7 @@ def check_table(output: Path) -> None:
 def write_table(output: Path, journal: Path, entries: Iterable[Entry]) -> None:
     """Write the rows of a journal to a Parquet file, a row for each continuation, in the order of `entries`.
 
-    Raises UsageError where it cannot be written.
+    Raises UsageError if it cannot be written.
     """
     arrow = arrow_of(output)
     parquet, places = importlib.import_module("pyarrow.parquet"), {}
@@ -56,7 +56,7 @@ def write_table(output: Path, journal: Path, entries: Iterable[Entry]) -> None:
 
 
 def kinds(arrow: Any, texts: Iterable[str], whole: Iterable[str]) -> dict[str, Any]:
-    """Return the Arrow type of columns of texts, of others of whole numbers, and of what entropy and cost came to."""
+    """Return the Arrow types of the `texts` columns, of the integer columns `whole`, and of the entropic totals."""
     number = arrow.float64()
     others = {"temperature_range": arrow.list_(number), "guard_rates": arrow.map_(arrow.string(), number)}
     entropic = {
@@ -67,7 +67,7 @@ def kinds(arrow: Any, texts: Iterable[str], whole: Iterable[str]) -> dict[str, A
 
 
 def _rows(entry: Entry, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what the table holds of the row of a line; figures are those of all its continuations together."""
+    """Yield the table rows of a line's row, one per continuation; figures are totals of all its continuations."""
     told = {"custom_id": row["custom_id"], "line": entry.line, "index": 0}
     if row["error"] is not None:
         yield told | {"error": row["error"]["message"]}

@@ -1,9 +1,9 @@
-"""A line of input as a request, or as the sentence that says why it cannot be one.
+"""Parses a line of input into a request, or an error message.
 
-Two forms are read. OpenAI's: `{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}`
+Two formats are supported. OpenAI's: `{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}`
 (https://platform.openai.com/docs/guides/batch). And plain: `{"prompt": "It was", "temperature": 0.7}` or
-`{"messages": [...]}`, named by its `custom_id` or `id`, else by its line. In both a setting that is absent
-or null is the job's own.
+`{"messages": [...]}`, named by its `custom_id` or `id`, otherwise by its line number. In both the job's settings
+replace those that are absent or null.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ _OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids",
     *("response_format", "json_schema", "regex", "choice"),
 }
 SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
-"""What a line may set beside its prompt."""
+"""The settings that a line may have beside its prompt."""
 _LABELS = {"model", "user", "metadata", "store"}
-# Fields of the API that are not supported here and change no text here. A summary names those that a job has.
+# Fields of the API that are not supported and do not change the text. The summary names those that a job has.
 _IGNORED = {
     *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     *("reasoning_effort", "verbosity", "prediction"),
 }
-# Fields not supported here, with the value under which they change nothing.
+# Fields that are supported only with the value that has no effect.
 _NEUTRAL = {
     **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": ""},
     **{"tools": [], "tool_choice": "none", "modalities": ["text"]},
@@ -53,7 +53,7 @@ _NEUTRAL = {
 
 @runtime_checkable
 class ChatTokenizer(Protocol):
-    """What a task needs of a tokenizer."""
+    """The part of a tokenizer that tasks require."""
 
     @property
     def chat_template(self) -> str | None: ...
@@ -68,10 +68,10 @@ class ChatTokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line that has been named: `values` is its object, or `problem` says why there is none.
+    """A line with its name: `values` is its object, or `problem` says why there is none.
 
-    `custom_id` is None where the line has no usable name of its own; the line number stands in for it.
-    `id` names the content too: a line that was changed has another.
+    `custom_id` is None if the line has no valid name; its line number is used instead. `id` also depends on the
+    content: a line that was changed has a different one.
     """
 
     line: int
@@ -82,17 +82,17 @@ class Entry:
 
     @property
     def key(self) -> str | int:
-        """What the answer to this line is found by."""
+        """The key of this line's row in the journal."""
         return self.line if self.custom_id is None else self.custom_id
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What the command sets for every line: sampling, and what opens a conversation.
+    """The command's settings for every line: sampling, and the system prompt.
 
-    With `chat` a plain prompt is a user's message. `system_prompt` opens every conversation that does
-    not open with a system message of its own. Special tokens that a message spells are text, unless
-    `allow_special_tokens`. Lines were read with their prompt in `prompt_column`, where that is named.
+    With `chat` a plain prompt is a user's message. `system_prompt` starts every conversation that does not start with a
+    system message. Special tokens spelled in a message are plain text, unless `allow_special_tokens`. Prompts are in
+    `prompt_column`, if it is given.
     """
 
     params: SamplingParams
@@ -104,7 +104,7 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """An entry that can be served, and the form its answer takes."""
+    """A valid entry with its request, and the format of its answer."""
 
     entry: Entry
     request: GenerationRequest
@@ -113,10 +113,10 @@ class Task:
 
 
 def read_entries(path: Path, column: str | None = None) -> Iterator[Entry]:
-    """Yield every line of the input with its name; a name that came before is a problem of the later line.
+    """Yield every line of the input with its name; a duplicate name is a problem of the later line.
 
-    Where a `column` is named, it holds the prompt, or a conversation, and what is no setting of a line is passed over.
-    Names are kept in memory, lines are not.
+    If `column` is given, it has the prompt, or a conversation, and columns that are not settings are ignored. Names are
+    stored in memory, lines are not.
     """
     seen: dict[str, int] = {}
     for line in read_lines(path, column, SETTINGS | _NAMES):
@@ -138,7 +138,7 @@ def read_entries(path: Path, column: str | None = None) -> Iterator[Entry]:
 
 
 def ignored_fields(entry: Entry) -> set[str]:
-    """Return the names of those fields of a line that ask for what this engine does not have, and change no text."""
+    """Return the names of a line's fields that are not supported and do not change the text."""
     values = entry.values.get("body") if _is_envelope(entry.values) else entry.values
     return (
         {name for name in _IGNORED & values.keys() if values[name] is not None} if isinstance(values, dict) else set()
@@ -146,7 +146,7 @@ def ignored_fields(entry: Entry) -> set[str]:
 
 
 def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Task:
-    """Return the request that a line makes. Raises UsageError, one sentence for its error row."""
+    """Return the request of a line. Raises UsageError, one sentence for its error row."""
     if entry.problem is not None:
         raise UsageError(entry.problem)
     body, chat = _body(entry.values)
@@ -177,7 +177,7 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
 
 
 def _object(line: Line) -> tuple[dict[str, Any], bytes]:
-    """Return the object on a line without what is null, and a digest of it that no spelling changes."""
+    """Return the object on a line without null values, and a digest that does not depend on its formatting."""
     if line.problem is not None:
         raise UsageError(line.problem)
     if line.data is None:
@@ -198,7 +198,7 @@ def _object(line: Line) -> tuple[dict[str, Any], bytes]:
 
 
 def _with_prompt(values: Mapping[str, Any], column: str) -> dict[str, Any]:
-    """Return a plain line whose prompt is what it has in a column."""
+    """Return a plain line with the value of a column as its prompt."""
     if column not in values:
         raise UsageError(f"{excerpt(column)}, which --prompt-column names, is missing; give the line one.")
     given, prompt = {name: values[name] for name in (SETTINGS | _NAMES) & values.keys() - {column}}, values[column]
@@ -211,7 +211,7 @@ def _is_envelope(values: Mapping[str, Any]) -> bool:
 
 
 def _name(values: Mapping[str, Any], number: int) -> str:
-    """Return the line's own name, or the one its place gives a plain line without one."""
+    """Return the line's name; a plain line without a name is named by its line number."""
     name = values.get("custom_id")
     if name is None and not _is_envelope(values):
         name = values.get("id", f"line-{number}")
@@ -223,7 +223,7 @@ def _name(values: Mapping[str, Any], number: int) -> str:
 
 
 def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a line that are given at all, and whether it is a conversation."""
+    """Return the settings of a line that are not null, and whether it is a conversation."""
     if not _is_envelope(values):
         body = {name: value for name, value in values.items() if name not in ("custom_id", "id")}
         chat = body.get("messages") is not None
@@ -252,7 +252,7 @@ def _listed(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> tupl
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """The biases of a line, whose token ids JSON writes as texts."""
+    """Return the biases of a line, whose token ids are strings in JSON."""
     fine = isinstance(given, dict) and all(token.isdecimal() and len(token) < 10 for token in given)
     if not fine or not all(type(bias) in (int, float) for bias in given.values()):
         raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
@@ -284,7 +284,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
 def _message(message: Any) -> dict[str, str]:
     given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
     content = given.get("content")
-    if isinstance(content, list):  # parts, of which only text is served
+    if isinstance(content, list):  # parts, of which only text is supported
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
         content = "".join(map(str, texts)) if whole else None
@@ -303,7 +303,7 @@ def _conversation(messages: list[dict[str, str]], tokenizer: ChatTokenizer, defa
 
 
 def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[SamplingParams, bool]:
-    """Return the line's sampling, and whether its answer shows log-probabilities."""
+    """Return the line's sampling settings, and whether its answer contains log-probabilities."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     given: dict[str, Any] = {name: _integer(body, name) for name in sorted(_INTEGERS & names & body.keys())}
     given |= {name: _number(body, name) for name in sorted(_NUMBERS & names & body.keys())}
@@ -338,7 +338,7 @@ def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tu
 
 
 def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The grammar of a line, which stands in for that of the job; a `response_format` of text says that it has none."""
+    """Return the grammar of a line, which replaces that of the job; a `response_format` of text means no grammar."""
     named = [name for name in ("response_format", "json_schema", "regex", "choice") if name in body]
     if len(named) > 1:
         raise UsageError(f"{named[0]} is given with {named[1]}; a text follows one of them.")
@@ -352,7 +352,7 @@ def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asked_schema(given: Any) -> Any:
-    """The schema that a `response_format` of OpenAI asks for, "" where it is text."""
+    """Return the schema of an OpenAI `response_format`, "" for text."""
     kind = given.get("type") if isinstance(given, dict) else None
     inner = given.get("json_schema") if kind == "json_schema" else None
     if kind == "text":
@@ -368,7 +368,7 @@ def _asked_schema(given: Any) -> Any:
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[bool, int]:
-    """Return whether log-probabilities are shown, and of how many alternatives, in the spelling of the url."""
+    """Return whether log-probabilities are requested, and the number of alternatives, in the format of the url."""
     if not chat:
         if "top_logprobs" in body:
             raise UsageError(f"top_logprobs belongs to {CHAT}; here logprobs is the number of alternatives.")

@@ -1,4 +1,4 @@
-"""Measures a model on text before it is served: rows of tokens in, its sensitivity to each query head out."""
+"""Calibrates a model on text: measures its sensitivity to each query head on rows of tokens."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ from et_jax.types import Table
 
 ROWS, LENGTH = 6, 512
 _DRAWS = 2
-_ROOM = 3  # times the weights: they themselves, a copy in another layout, and what gradients take
+_ROOM = 3  # times the weights: the weights, a copy in another layout, and gradients
 
 
 def rows(tokenizer: Tokenizer, texts: Sequence[str], name: str, count: int, length: int) -> Int[np.ndarray, "r t"]:
-    """Return `count` rows of `length` tokens, evenly spaced over texts end to end, which errors call `name`.
+    """Return `count` rows of `length` tokens, evenly spaced over the concatenated texts, which errors call `name`.
 
-    Every text, and every row, begins with what the tokenizer puts before a text. Raises UsageError where the texts have
-    too few tokens.
+    Every text, and every row, begins with the tokenizer's begin token. Raises UsageError if the texts have too few
+    tokens.
     """
     parts = [np.array(tokenizer.encode(text), np.int32) for text in texts]
     stream = np.concatenate(parts)
@@ -42,9 +42,9 @@ def rows(tokenizer: Tokenizer, texts: Sequence[str], name: str, count: int, leng
 
 
 def default_rows(tokenizer: Tokenizer, model: ModelShape) -> Int[np.ndarray, "r t"]:
-    """Return the rows that a model is measured on unless others are asked for: as many as the text has, `ROWS` at most.
+    """Return the default rows for a calibration: as many as the package's text has, at most `ROWS`.
 
-    They have `LENGTH` tokens, or as many as the model reads.
+    They have `LENGTH` tokens, or the model's context length if it is shorter.
     """
     text, length = read_text(TEXT, "The text"), min(LENGTH, model.max_positions)
     count = max(1, min(ROWS, len(tokenizer.encode(text)) // length))
@@ -52,7 +52,7 @@ def default_rows(tokenizer: Tokenizer, model: ModelShape) -> Int[np.ndarray, "r 
 
 
 def floats(folder: Path, model: ModelConfig, dtype: str, memory: int, adapter: Path | None = None) -> ModelWeights:
-    """Return the weights to measure with: in float32 where `memory` has room for that, else in `dtype`."""
+    """Return the weights for a calibration: in float32 if they fit into `memory`, otherwise in `dtype`."""
     wide = _ROOM * weight_bytes(model, jnp.float32) <= memory
     added = None if adapter is None else read_adapter(adapter, model).added
     return load(folder, "float32" if wide else dtype, added=added)[1]
@@ -61,7 +61,7 @@ def floats(folder: Path, model: ModelConfig, dtype: str, memory: int, adapter: P
 def measured(
     name: str, model: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"], tell: Callable[[str], None]
 ) -> Float[np.ndarray, "l k g"]:
-    """Return the sensitivity to each head over the second halves of rows; `tell` receives how far that is."""
+    """Return the sensitivity to each head over the second halves of rows; `tell` receives the progress."""
     began, what = time.perf_counter(), f"measuring how sensitive {name} is to each of its heads"
 
     def progress(done: int) -> None:
@@ -74,7 +74,7 @@ def measured(
 
 
 def facts(name: str, text: str, params: ModelWeights, tokens: Int[np.ndarray, "r t"]) -> dict[str, Any]:
-    """Return how a calibration was made, as its file says it."""
+    """Return the provenance of a calibration, as its file records it."""
     counted = len(tokens) * (tokens.shape[1] - tokens.shape[1] // 2)
     about = {
         "model": Path(name).name,
@@ -89,7 +89,7 @@ def facts(name: str, text: str, params: ModelWeights, tokens: Int[np.ndarray, "r
 def measured_at_load(
     name: str, model: ModelShape, params: ModelWeights, tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, Any]]:
-    """Return the sensitivity of a model by the package's own text, at temperature 1, and how it was measured."""
+    """Return a model's sensitivity on the package's own text, at temperature 1, and its provenance."""
     tokens = default_rows(tokenizer, model)
     table = Table(measured(name, model, params, tokens, tell).astype(np.float32))
     return Calibration(sensitivity=table), facts(name, TEXT.name, params, tokens)

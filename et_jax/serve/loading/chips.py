@@ -1,4 +1,4 @@
-"""How many chips of each common kind a model needs, by its configuration alone."""
+"""How many chips of each common kind a model requires, computed from its configuration."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from et_jax.serve.memory.preflight import Plan, plan, size_text
 from et_jax.types import replace
 
 GIGABYTES = {"TPU v5e": 16, "TPU v6e": 32, "H100": 80, "H200": 141}
-"""The memory of a chip, by its vendor's data sheet."""
+"""The memory of a chip in GB, from its vendor's data sheet."""
 
 
 def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], fraction: float) -> str:
-    """Return a line that says over how many chips of each kind a model fits, and the bytes of weights on each.
+    """Return a line with the number of chips of each kind that a model requires, and the bytes of weights on each.
 
     `config` gives the decoder of a model on one device; `fraction` of a chip's memory may be used.
     """
@@ -29,7 +29,7 @@ def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], f
 
 
 def _least(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], memory: int) -> tuple[int, Plan] | None:
-    """The fewest chips of so much memory that hold a model, with what is on each; None where none do."""
+    """Return the fewest chips of `memory` bytes that fit a model, with the plan of each; None if it does not fit."""
     for size in [1] if config(model).others else sharding.sizes(model):  # a second model is not split
         mesh = None if size == 1 else AbstractMesh((size,), (sharding.AXIS,))
         try:

@@ -1,4 +1,4 @@
-"""What runs where and what it needs, in lines for a person: a model as it is loaded."""
+"""A readable description of a loaded model: its device, kernels, cache and memory."""
 
 from collections.abc import Sequence
 
@@ -21,9 +21,9 @@ def description(
     plan: Plan | None,
     remarks: Sequence[str] = (),
 ) -> list[str]:
-    """Return what is to be said of a model under its own controller, with the table of a plan that it was loaded by.
+    """Return the lines that describe a model under its own controller, with the table of its memory plan.
 
-    `remarks` are those of its loading.
+    `remarks` come from loading.
     """
     model = config.model
     held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
@@ -45,7 +45,7 @@ def description(
 
 
 def _drafting(settings: EngineConfig, config: DecoderConfig) -> list[str]:
-    """Say how tokens are drafted."""
+    """Return the line on drafting or a second model."""
     if config.controller.switch is not None:
         return [f"takes turns with {settings.small}, by the entropy of what the one who speaks predicts"]
     if settings.draft is None:
@@ -55,7 +55,7 @@ def _drafting(settings: EngineConfig, config: DecoderConfig) -> list[str]:
 
 
 def _experts(config: DecoderConfig) -> list[str]:
-    """Say how many experts there are, and how many of them tokens go to."""
+    """Return the line on the number of experts, and how many a token uses."""
     found, rule = config.model.experts, config.controller.experts
     if found is None:
         return []
@@ -65,7 +65,7 @@ def _experts(config: DecoderConfig) -> list[str]:
 
 
 def _scoring(config: DecoderConfig) -> list[str]:
-    """Say what scores blocks, where any are chosen."""
+    """Return the lines on block scoring, if any layer selects blocks."""
     if all(selector.reads_all for selector in config.selectors):
         return []
     backend, refusals = config.scoring

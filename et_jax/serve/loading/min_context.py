@@ -1,9 +1,9 @@
-"""From which length on a preset pays, as measured: what `min_context` is where a preset is named and no number given.
+"""Measured context lengths from which a preset saves time: the default of `min_context` for a preset given by name.
 
-Choosing blocks takes time whatever it spares, so short texts take longer under a preset that chooses than under `off`.
-Where a model is loaded, or a call made, under a preset by its name, sequences shorter than the length measured read
-everything, and nothing is scored for them. A `Preset`, or a `Controller`, that is given as a value is taken as it is:
-there 0, scored at every length, is the default, as it is in `evaluate`.
+Block selection costs time even if it saves reads, so short sequences decode slower under a preset with selection than
+under `off`. Under a preset given by name, sequences shorter than the measured length read every block, without scoring.
+A `Preset` or `Controller` given as a value is used unchanged: its default is 0, scoring at every length, as in
+`evaluate`.
 """
 
 from collections.abc import Mapping
@@ -13,30 +13,29 @@ from et_jax.control.presets import MOST, PRESETS, preset
 from et_jax.io.knobs import knobs
 
 NEVER = MOST
-"""Tokens that no sequence has: it reads everything whatever its length."""
+"""A length that no sequence reaches: every block is read at any length."""
 
 MEASURED: Mapping[str, Mapping[str, int]] = {
     "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER},
 }
-"""Tokens by platform and preset: from where on a step took no longer than under `off` in any case measured.
+"""Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 
 The cases are those of benchmarks/results/steps.json and experiments/presets.json. In the first, with random keys of
-which few stand out, `paper` and `guarded` pay from 2,048 tokens on; of a real model they read four fifths of the blocks
-and do not.
-A platform that is not here was not measured: presets choose at every length there.
+which few stand out, `paper` and `guarded` save time from 2,048 tokens on. With a real model they read four fifths of
+the blocks, and do not save time. Other platforms were not measured: presets select blocks at every length there.
 """
 
 
 def usual(name: str, platform: str) -> int:
-    """Return the least context that a preset chooses blocks of, on a platform as `jax.default_backend` names it.
+    """Return the least context in tokens at which a preset selects blocks; 0 if that was not measured.
 
-    0 where that was not measured.
+    `platform` is a name of `jax.default_backend`.
     """
     return MEASURED.get(platform, {}).get(name, 0)
 
 
 def named(name: str, platform: str, **given: float | int | None) -> Controller:
-    """Return the controller of a preset, with those of its knobs that are given; `min_context` is else the usual one.
+    """Return the controller of a preset with the given knobs; the default of `min_context` is `usual`.
 
     Raises UsageError as `presets.preset` does.
     """
@@ -46,7 +45,7 @@ def named(name: str, platform: str, **given: float | int | None) -> Controller:
 
 
 def told(least: int) -> str:
-    """Return in words from which length on blocks are chosen."""
+    """Return in words from which length on blocks are selected."""
     if least >= NEVER:
         return "never, for no length was found at which that saves time here"
     return f"of sequences of at least {least} tokens"

@@ -1,4 +1,4 @@
-"""From a model's name, or a module, to what serves it: found, measured against the memory there is, and then read."""
+"""Opens a model by name, or a module: resolves its files, checks that it fits in memory, and reads the weights."""
 
 import dataclasses
 import logging
@@ -40,10 +40,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Weights, tokenizer, and the sizes of a decoder for them that fit, as `plan` says.
+    """Weights, tokenizer, and a decoder's configuration that fits in memory (`plan`).
 
-    `weights` are those of the models beside it too, of the configurations `others`. `remarks` are sentences on what the
-    files were taken for.
+    `weights` include those of second models, of configurations `others`. `remarks` are sentences on how the files were
+    interpreted.
     """
 
     config: DecoderConfig
@@ -55,16 +55,16 @@ class Opened:
 
 
 def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
-    """Return what `settings` name, read; `tell` is told what is going on.
+    """Return the model that `settings` name, read from its files; `tell` receives progress messages.
 
-    Remarks on the files are logged as warnings. Raises UsageError where a name, a file or a folder cannot be used, or
-    where not all of it would fit; that is found out before a weight is kept.
+    Remarks on the files are logged as warnings. Raises UsageError if a name, a file or a folder cannot be used, or if
+    the model does not fit in memory, which is checked before weights are loaded.
     """
 
     def fit(folder: Path, model: ModelConfig | None = None, taken: int = 0) -> Plan:
-        """What a model needs; without one, what config.json alone says. Raises UsageError where that is too much.
+        """Return the plan of a model, or of config.json if `model` is None. Raises UsageError if it does not fit.
 
-        Of the memory so many bytes are `taken`.
+        `taken` bytes of the memory are in use.
         """
         dtype = stored_dtype(folder, settings.dtype) if model is None else loaded_dtype(folder, model, settings.dtype)
         wanted = decoder_config(settings, model or read_config(folder), dtype, others=others)
@@ -101,9 +101,9 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
 def opened_module(
     settings: EngineConfig, module: Any, config: Any, tokenizer: Any, tell: Callable[[str], None]
 ) -> Opened:
-    """Return a module of the caller's own, looked at, with all that `settings` name besides it.
+    """Return a caller's module, checked, with the second models that `settings` name.
 
-    Raises UsageError where it cannot be served, has another vocabulary than the tokenizer, or would not fit.
+    Raises UsageError if it is not supported, its vocabulary is smaller than the tokenizer's, or it does not fit.
     """
     if not isinstance(config, ModuleConfig):
         raise UsageError(f"config is {shown(config)}; give a ModuleConfig(max_positions=...) with a module.")
@@ -155,7 +155,7 @@ def _measured(
     tokenizer: Tokenizer,
     tell: Callable[[str], None],
 ) -> Calibration:
-    """What is `known` of a model with its sensitivity to each head, measured here and kept for the next time."""
+    """Measure a model's sensitivity to each head, save it in the user's cache, and return it with `known`."""
     began = time.perf_counter()
     memory = usable_memory(settings.memory_fraction)
     params = calibrating.floats(folder, model, settings.dtype, memory, settings.adapter)
@@ -169,7 +169,7 @@ def _measured(
 
 
 def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str) -> tuple[str, ...]:
-    """Return the remarks on the files of models, which are logged as warnings."""
+    """Return the remarks on the files of models, after logging them as warnings."""
     pairs = zip(folders, models, strict=True)
     said = tuple(remark for folder, model in pairs for remark in remarks(folder, model, dtype))
     for remark in said:
@@ -178,12 +178,12 @@ def _remarked(folders: Iterable[Path], models: Iterable[ModelConfig], dtype: str
 
 
 def _remarked_beside(beside: Mapping[str, Path], others: Sequence[ModelConfig]) -> tuple[str, ...]:
-    """Those on the models beside the first, which have its dtype, whatever their own is."""
+    """Return the remarks on second models, which are cast to the first model's dtype."""
     return _remarked(beside.values(), others, "float32")
 
 
 def _unmeasured(settings: EngineConfig) -> tuple[str, ...]:
-    """A remark where nothing that was measured is to count, which is logged as a warning."""
+    """Return, and log as a warning, a remark if calibrations are disabled."""
     if settings.measures:
         return ()
     remark = f"{settings.name}: with calibration none all heads count alike, and entropies are taken at temperature 1."
@@ -192,7 +192,7 @@ def _unmeasured(settings: EngineConfig) -> tuple[str, ...]:
 
 
 def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
-    """The weights of the models beside the first, by their names and folders."""
+    """Return the weights of second models, given by names and folders."""
     weights = []
     for name, folder in beside.items():
         tell(f"loading {name}, the small model")
@@ -201,7 +201,7 @@ def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tel
 
 
 def _stacked() -> bool:
-    """Whether the layers of what is loaded are stacked, as `decoder_config` has it."""
+    """Return whether layers are stacked on this platform, as in `decoder_config`."""
     return stacks.stacked_on(jax.default_backend())
 
 
@@ -213,7 +213,7 @@ def _check_others(
     tokenizer: Tokenizer,
     tell: Callable[[str], None],
 ) -> None:
-    """Raise UsageError where a model beside the first has other tokens; tell where it is no smaller."""
+    """Raise UsageError if a second model has a different tokenizer; report if it is not smaller."""
     for (name, folder), other in zip(beside.items(), others, strict=True):
         check_weights(folder, other)
         if load_tokenizer(folder).backend.pieces() != tokenizer.backend.pieces():
@@ -225,7 +225,7 @@ def _check_others(
 
 
 def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:
-    """Keep compiled programs in a folder; the default one alone may be missing, or one that cannot be written."""
+    """Use a folder as the compile cache. Raises UsageError unless it is writable; the default one may fail."""
     if folder is None:
         return
     if folder != PROGRAMS:

@@ -1,4 +1,4 @@
-"""From what a caller asks of a model to the configuration of its decoder, every size checked."""
+"""Derives a decoder's configuration from the engine's settings and the model, and checks every size."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +28,9 @@ from et_jax.serve.requests import MAX_LOGPROBS, MAX_STOP_IDS
 from et_jax.types import replace
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "gpu": 64, "tpu": 128}
-_MANY = 16  # sequences at once, from which on prompts are more often short of a call than a call of prompts
-_CHUNK = {"cpu": 16}  # tokens of a prompt in one row; elsewhere 128, enough for a tile of queries
-_MAX_STEPS = 32  # tokens the device may produce before the host looks at them
+_MANY = 16  # sequences per step, from which on a larger prefill batch is usually filled by waiting prompts
+_CHUNK = {"cpu": 16}  # tokens of a prompt per row; elsewhere 128, enough for a tile of queries
+_MAX_STEPS = 32  # the most steps of a burst, between two transfers to the host
 
 
 def decoder_config(
@@ -42,11 +42,10 @@ def decoder_config(
     calibration: Calibration | None = None,
     others: tuple[ModelShape, ...] = (),
 ) -> DecoderConfig:
-    """Return the decoder of a model, whose weights are of `dtype`, under these settings, with `others` beside it.
+    """Return the decoder configuration of a model with weights of `dtype`, and of its second models `others`.
 
-    The cache is of that dtype too, unless the settings name another. Without `num_pages`, as the settings ask for or as
-    fit, every resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot
-    work.
+    The cache has that dtype too, unless the settings name another. Without `num_pages`, here or in the settings, every
+    resident sequence has pages for its full length. Raises UsageError, one sentence, for a size that cannot work.
     """
     num_pages = settings.num_pages if num_pages is None else num_pages
     mesh, model = _mesh(settings, model), sharding.with_copies(model, settings.tensor_parallel)
@@ -60,7 +59,7 @@ def decoder_config(
     page_size = settings.page_size or DEFAULT_PAGE_SIZE.get(platform, 64)
     if num_pages is not None and num_pages < 2:
         raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
-    batch = max(2, settings.max_num_seqs)  # one row alone is another program to the compiler, and a slower one
+    batch = max(2, settings.max_num_seqs)  # XLA compiles a single row to a different, slower program
     num_slots = settings.max_resident_seqs or batch
     if num_slots < batch:
         raise UsageError(
@@ -105,10 +104,11 @@ def beside(
     *,
     for_one_call: bool = True,
 ) -> DecoderConfig:
-    """Return the configuration under other laws, with what they and the settings have run with the model.
+    """Return the configuration under other laws, with the second model or drafting that they and the settings require.
 
-    That is one of `others` that takes turns with it, where the laws have a switch; else drafts, where those are asked
-    for. Raises UsageError where the laws do not go with the settings, or another model does not fit this one.
+    If the laws have a switch, a model of `others` alternates with this one; otherwise tokens are drafted if the
+    settings say so. Raises UsageError if the laws and the settings are not supported together, or a second model is
+    incompatible.
     """
     chunk, prefill_batch = config.chunk, config.prefill_batch
     if laws.budget is not None or config.controller.budget is not None:
@@ -128,7 +128,7 @@ def beside(
 
 
 def read_sizes(config: DecoderConfig) -> ReadSizes:
-    """Return what a step of a decoder reads, by which lengths of drafts are chosen."""
+    """Return the bytes that a decoder's step reads, from which draft lengths are derived."""
     model, plant = config.model, config.plants[0]
     layers = [(model.softmax(index), not one.reads_all) for index, one in enumerate(config.selectors)]
     return ReadSizes(
@@ -147,7 +147,7 @@ def _check(
     steers: Callable[[], bool],
     for_one_call: bool,
 ) -> None:
-    """Raise UsageError where the settings, the sizes that they come to and the laws do not go together."""
+    """Raise UsageError if the settings, the sizes derived from them and the laws are not supported together."""
     layout = config.layout
     case = settings.case(
         laws,
@@ -162,7 +162,7 @@ def _check(
 
 
 def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: Budget | None) -> tuple[int, int]:
-    """The tokens of a prompt in one row of prefill, a segment under a budget, and those of all rows of a call.
+    """Return the tokens of a prefill row (a segment under a budget), and those of all rows of a call.
 
     Raises UsageError for a budget of less than a block.
     """
@@ -182,7 +182,7 @@ def _prefill_sizes(settings: EngineConfig, length: int, page_size: int, budget: 
 
 
 def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
-    """The mesh of the first replica, None for one device. Raises UsageError where a model cannot be split so."""
+    """Return the mesh of the first replica, None for one device. Raises UsageError if the model cannot be split so."""
     size, devices = settings.tensor_parallel, jax.local_devices()
     if size == 1:
         return None
@@ -215,9 +215,9 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
 
 
 def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:
-    """What `cache_budget` asks for; of a number, the budget is outgrown by a quarter before it is done again.
+    """Return the compression of `cache_budget`; for a number it repeats when the cache has grown by a quarter of it.
 
-    But "snapkv" ranks by the queries of the prompt alone, so it is done once.
+    "snapkv" ranks only by the queries of the prompt, so it compresses once.
     """
     asked = settings.cache_budget
     if asked is None:
@@ -248,14 +248,14 @@ def _check_beside(name: str, other: ModelShape, config: DecoderConfig) -> None:
 
 
 def lacks_sensitivity(config: DecoderConfig) -> bool:
-    """Return whether the controller chooses blocks by a sensitivity of heads that was not measured."""
+    """Return whether the controller selects blocks by a sensitivity of heads that was not measured."""
     needed: frozenset[str] = frozenset().union(*(selector.needs for selector in config.selectors))
     chooses = config.may_choose(config.controller)
     return "sensitivity" in needed and chooses and config.calibration.sensitivity is None
 
 
 def check_measured(name: str, config: DecoderConfig) -> None:
-    """Raise UsageError where the controller goes by what was not measured of the model."""
+    """Raise UsageError if the controller requires a calibration that the model lacks."""
     if lacks_sensitivity(config):
         own = isinstance(config.model, ModuleModel)
         command = "" if own else f", run python -m et_jax.calibrate --model {name}"
@@ -266,5 +266,5 @@ def check_measured(name: str, config: DecoderConfig) -> None:
 
 
 def _multiple(size: int, unit: int) -> int:
-    """The least multiple of `unit` that is at least `size`."""
+    """Return the least multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit

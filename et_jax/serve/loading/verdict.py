@@ -1,4 +1,4 @@
-"""Whether a model will run here, by its config.json alone: no weight is downloaded or read for it."""
+"""Whether a model will run on this machine, from its config.json, without downloading or reading a weight."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +25,9 @@ from et_jax.serve.memory.preflight import Plan, plan
 
 
 def verdict(settings: EngineConfig) -> list[str]:
-    """Return lines for a person: the model, its dtype, the kernels that serve it, how long a context, what memory.
+    """Return readable lines: the model, its dtype, the kernels in use, the context length, and the memory.
 
-    Raises UsageError, one sentence that says what to change, where it is no model that can be read or would not fit.
+    Raises UsageError, one sentence that says what to change, if the model cannot be read or does not fit.
     """
     folder, *others = (resolve(name, config_only=True) for name in (settings.name, *settings.others))
     model, beside = read_config(folder), tuple(map(read_config, others))
@@ -75,7 +75,7 @@ def verdict(settings: EngineConfig) -> list[str]:
 
 
 def _to_measure(settings: EngineConfig, config: DecoderConfig, folder: Path) -> list[str]:
-    """The line that says that loading will measure the model first; none where nothing is missing."""
+    """Return a line that announces a calibration at load time, or none if no calibration is missing."""
     if not (settings.measures and lacks_sensitivity(config)):
         return []
     if read_calibration(folder, config.model, settings.adapter).sensitivity is not None:
@@ -87,7 +87,7 @@ def _to_measure(settings: EngineConfig, config: DecoderConfig, folder: Path) -> 
 
 
 def _longest(planned: Callable[[int], Plan], fitting: int, most: int) -> int:
-    """Return the longest context that fits, to a sixteenth of what the model was made for, at least `fitting`."""
+    """Return the longest context that fits, in sixteenths of the model's context length, at least `fitting`."""
     for length in (most * part // 16 for part in range(16, 0, -1)):
         if length <= fitting:
             break
