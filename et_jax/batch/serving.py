@@ -35,8 +35,7 @@ def serve_entries(
     """Complete entries, taken lazily, and report the result of each once.
 
     `ended` receives the completions of a task: all `n`, or up to the first with an error. `refused` receives an invalid
-    entry and its error message. Once `cancelled` returns True, running requests end with their tokens so far, as
-    "abort".
+    entry and its error message. Once `cancelled` returns True, running requests end early, as "abort".
     """
     under_way: dict[int, tuple[Task, list[Completion]]] = {}
 

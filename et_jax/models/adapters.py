@@ -1,7 +1,7 @@
-"""LoRA adapters in the files of PEFT: what they add to the matrices of a model (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA adapters in PEFT's file format: low-rank updates of a model's matrices (Hu et al. 2021, arXiv 2106.09685).
 
-A module that computes x W^T computes x (W + s B A)^T with an adapter, s being alpha / r, or alpha / sqrt(r) where the
-adapter is rank-stabilised. The tensors of the file say which modules those are, and adapter_config.json has to agree.
+A module that computes x W^T computes x (W + s B A)^T with an adapter, where s is alpha / r, or alpha / sqrt(r) if the
+adapter is rank-stabilised. The file's tensors name the adapted modules, and adapter_config.json must agree.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from et_jax.models.stored import Stored, headers_of, read_full
 from et_jax.models.weights import Adapted, is_weight
 
 CONFIG, WEIGHTS = ADAPTER
-_SECONDS, _EXPRESSIONS = 5.0, 16  # that an expression for names of modules may take, and how many there may be
+_SECONDS, _EXPRESSIONS = 5.0, 16  # the time limit of a regular expression for module names, and their most number
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _STEMS = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and load that"
@@ -48,39 +48,39 @@ _UNSUPPORTED = {
     "fan_in_fan_out": "matrices stored [in, out] are not supported; take an adapter of a model with linear layers",
 }
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-_HARMLESS = ("use_rslora", "megatron_config", "eva_config")  # of switches and settings of other kinds
-_INITIAL = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the model's own weights as they are
+_HARMLESS = ("use_rslora", "megatron_config", "eva_config")  # names like those of other adapter kinds, but supported
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")  # initialisations that do not change the model's weights
 
 
 class Factors(NamedTuple):
-    """What an adapter adds to one matrix, `scale` B A: A is [r, in] and B [out, r]."""
+    """An adapter's update of a matrix, `scale` B A: A is [r, in] and B [out, r]."""
 
     a: Stored
     b: Stored
     scale: float
 
     def product(self) -> Float[np.ndarray, "o i"]:
-        """Return it in float32."""
+        """Return the update in float32."""
         a, b = (read_full(one).astype(np.float32) for one in (self.a, self.b))
         return np.float32(self.scale) * (b @ a)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter of a model: the `factors` of each tensor that it changes, by its name in the model's files."""
+    """An adapter of a model: the `factors` of each adapted tensor, by its name in the model's files."""
 
     sources: Sources
     factors: Mapping[str, Factors]
 
     def added(self, leaf: str) -> Float[np.ndarray, "..."] | None:
-        """Return what is added to a leaf of the model's `Params`, float32, by its name; None where nothing is."""
+        """Return the float32 update of a leaf of the model's `Params`, by the leaf's name; None without update."""
         source = self.sources[leaf]
         if not any(piece.tensor in self.factors for piece in source.pieces):
             return None
         return source.read(self._piece, np.float32)
 
     def low_rank(self, leaf: str) -> tuple[Float[np.ndarray, "r i"], Float[np.ndarray, "o r"]] | None:
-        """Return A and `scale` B of what is added to a leaf; None for nothing, or a leaf made of several tensors."""
+        """Return A and `scale` B of a leaf's update; None without update, or for a leaf made of several tensors."""
         piece, *others = self.sources[leaf].pieces
         if others or piece.tensor not in self.factors:
             return None
@@ -96,8 +96,7 @@ class Adapter:
 def read_adapter(folder: str | Path, model: ModelConfig) -> Adapter:
     """Return the adapter in a folder, checked against a model; no tensor is read yet.
 
-    Raises UsageError, one sentence, where it is not there, damaged, of a kind that is not supported, or of another
-    model.
+    Raises UsageError, one sentence, if the adapter is missing, damaged, of an unsupported kind, or of another model.
     """
     folder = expanded(folder)
     if not folder.is_dir():
@@ -133,8 +132,8 @@ def read_adapter(folder: str | Path, model: ModelConfig) -> Adapter:
 
 
 def bytes_beside(adapters: Collection[Adapter]) -> int:
-    """Return the bytes that adapters take beside a model at most: what one changes in a layer, in every layer."""
-    sizes: dict[str, int] = {}  # of one adapter in one layer
+    """Return an upper bound on the bytes of unmerged adapters: their largest matrices of a layer, in every layer."""
+    sizes: dict[str, int] = {}  # of a single adapter in a layer
     kinds = [(re.sub(r"\d+", "*", leaf), leaf) for leaf in next(iter(adapters)).sources] if adapters else []
     for adapter, (kind, leaf) in ((adapter, kind) for adapter in adapters for kind in kinds):
         factors, shape = adapter.factors.get(adapter.sources[leaf].pieces[0].tensor), adapter.sources[leaf].shape
@@ -144,12 +143,12 @@ def bytes_beside(adapters: Collection[Adapter]) -> int:
 
 
 def beside(params: Params, model: ModelConfig, adapters: Mapping[str, Adapter]) -> Params:
-    """Return the weights of a model with adapters beside its matrices, numbered from 1 in order.
+    """Return the weights of a model with unmerged adapters at its matrices, numbered from 1 in order.
 
-    Raises UsageError for one that changes what is no matrix of attention, feed-forward or head.
+    Raises UsageError for an adapter that changes other tensors than matrices of attention, feed-forward or head.
     """
     stacks = stacks_of(model, is_stacked(params, model))
-    places = {"head": ["head"]}  # the leaves that lie at each place of the weights
+    places = {"head": ["head"]}  # the leaves of each weight of the tree
     for stack, offset in ((one, offset) for one in stacks for offset in range(one.period)):
         numbers = range(stack.first + offset, stack.first + stack.num_layers, stack.period)
         places |= {
@@ -184,7 +183,7 @@ def beside(params: Params, model: ModelConfig, adapters: Mapping[str, Adapter]) 
 
 
 def _check_kind(folder: Path, file: AdapterFile, values: Mapping[str, Any]) -> None:
-    """Raise UsageError for what an adapter may be, or have, that is not read here."""
+    """Raise UsageError for adapter kinds and settings that are not supported."""
 
     def refused(name: str, why: str) -> UsageError:
         return UsageError(f"The adapter {folder} has {name} {named(str(values[name]))}: {why}.")
@@ -211,14 +210,14 @@ def _matrices(sources: Sources) -> dict[str, tuple[int, ...]]:
 
 
 def _inner(module: str) -> str:
-    """Return a module's name without what stands before its layers."""
+    """Return a module's name from "layers." on."""
     return module[found.start() :] if (found := re.search(r"\blayers\.\d+\.", module)) else module
 
 
 def _pairs(folder: Path, model: ModelConfig, modules: Iterable[str]) -> tuple[dict[str, tuple[Stored, Stored]], str]:
-    """Return A and B of every module of the model that an adapter changes, and what stands before their layers.
+    """Return A and B of every module of the model that an adapter changes, and the prefix of "layers." in its names.
 
-    Raises UsageError for tensors that are no such matrices, or of modules that the model lacks.
+    Raises UsageError for other tensors, or for modules that the model lacks.
     """
     tensors, family = headers_of([folder / WEIGHTS]), family_of(model)
     own, head = {_inner(module): module for module in modules}, family.head.removesuffix(".weight")
@@ -280,7 +279,7 @@ def _check_targets(folder: Path, file: AdapterFile, adapted: Iterable[str], ever
 
 
 def _in_layers(folder: Path, file: AdapterFile, name: str) -> bool:
-    """Return whether a module is in one of the layers that an adapter is for, as PEFT counts them."""
+    """Return whether a module is in an adapted layer, by PEFT's numbering."""
     layers, pattern = file.layers_to_transform, file.layers_pattern
     if layers is None or layers == []:
         return True
@@ -291,7 +290,7 @@ def _in_layers(folder: Path, file: AdapterFile, name: str) -> bool:
 
 
 def _by_pattern(folder: Path, patterns: Mapping[str, Any], usual: int | float, names: Iterable[str]) -> dict[str, Any]:
-    """Return the number of every module: of the first pattern that its name ends in, else the usual one."""
+    """Return a number for every module: that of the first pattern that matches its name, otherwise `usual`."""
     found = dict.fromkeys(names, usual)
     spelled = {key: [key] if re.fullmatch(r"[\w.-]+", key) else rf"(.*\.)?({key})" for key in patterns}
     if sum(isinstance(one, str) for one in spelled.values()) > _EXPRESSIONS:
@@ -304,9 +303,9 @@ def _by_pattern(folder: Path, patterns: Mapping[str, Any], usual: int | float, n
 
 
 def _matched(folder: Path, pattern: str | list[str], names: Iterable[str]) -> set[str]:
-    """Return the names that an expression matches in full, or that are one of those listed, or end in it.
+    """Return the names that a regular expression matches in full, or that equal or end in a listed name.
 
-    The expression of a stranger's file may never end, so it is tried in a process of its own.
+    An untrusted expression may never terminate, so it runs in a separate process with a time limit.
     """
     names = list(names)
     if isinstance(pattern, list):

@@ -1,7 +1,7 @@
-"""Weights from files: a Hugging Face folder, a converted one or a GGUF file, read tensor by tensor; and back again.
+"""Reads weights tensor by tensor from a Hugging Face folder, a converted folder or a GGUF file, and writes them.
 
-`hub.resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or
-read, and every tensor (`models.stored`, `models.gguf`) before the first one is. A GGUF file may stand for a folder.
+`hub.resolve` finds the folder, `load` reads it. config.json is checked before any weight is downloaded or read, and the
+headers of all tensors (`models.stored`, `models.gguf`) before the first is read. `folder` may be a GGUF file.
 """
 
 import json
@@ -56,15 +56,15 @@ HALF = "F16"
 STORED_NAMES = {"bfloat16": "BF16", "float32": "F32", "float16": HALF}
 CONVERTED = "orbax"
 Added = Callable[[str], np.ndarray | None]
-"""What is added to a leaf of `Params`, float32, by its name; None where nothing is."""
+"""Returns the float32 array to add to a leaf of `Params`, by the leaf's name, or None."""
 
 
 def sources_of(
     config: ModelConfig, sources: Callable[[ModelConfig, Mapping[str, Shape]], Sources] | None = None
 ) -> Sources:
-    """Return where each leaf of `Params` lies in the files of such a model, in the order of the leaves.
+    """Return the source of each leaf of `Params` in the files of such a model, in the order of the leaves.
 
-    `sources` says it where the files are not those of the family.
+    `sources` computes it if the files do not have the family's format.
     """
     leaves = jax.tree.leaves_with_path(describe(config))
     shapes = {
@@ -76,7 +76,7 @@ def sources_of(
 
 
 def assemble(config: ModelConfig, tensors: Mapping[str, Float[Array | np.ndarray, "..."]]) -> Params:
-    """Return the `Params` of tensors given by their names in files."""
+    """Return the `Params` of tensors, given by their names in files."""
 
     def put_together(source: Source) -> Any:
         parts = [piece.of(tensors[piece.tensor]) for piece in source.pieces]
@@ -91,7 +91,7 @@ def assemble(config: ModelConfig, tensors: Mapping[str, Float[Array | np.ndarray
 def read_config(folder: Path) -> ModelConfig:
     """Return the configuration in `folder`/config.json, or that of a GGUF file.
 
-    Raises UsageError where it is absent or unreadable.
+    Raises UsageError if it is absent or unreadable.
     """
     if is_gguf(folder):
         return gguf.read_config(folder)
@@ -99,10 +99,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """Return the configuration of the model that a folder's files hold: that of config.json, or with a head of its own.
+    """Return the configuration of the model in a folder's files: that of config.json, possibly with an untied head.
 
-    Where config.json ties the head to the embedding and the files have a head with other numbers, that head is used, as
-    transformers does from version 5 on. Raises UsageError as `read_config` does, and where the files cannot be read.
+    If config.json ties the head to the embedding but the files have a different head, that head is used, as in
+    transformers from version 5 on. Raises UsageError as `read_config` does, and if the files cannot be read.
     """
     config = read_config(folder)
     if not config.tie_embeddings or is_gguf(folder) or (folder / CONVERTED).is_dir():
@@ -111,7 +111,7 @@ def read_model(folder: Path) -> ModelConfig:
 
 
 def remarks(folder: Path, model: ModelConfig, dtype: str = "auto") -> list[str]:
-    """Return sentences on what `load` makes of the files of a `read_model` that their owner may not expect."""
+    """Return sentences on how `load` interprets the files of a `read_model`, if that may be unexpected."""
     if (folder / CONVERTED).is_dir():
         return []
     said = []
@@ -131,16 +131,16 @@ def remarks(folder: Path, model: ModelConfig, dtype: str = "auto") -> list[str]:
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise UsageError where the headers of a folder's weights are not those of such a model; no weight is read.
+    """Raise UsageError if the headers of a folder's weights do not match the model; no weight is read.
 
-    Converted weights are compared when they are restored.
+    Converted weights are checked when they are restored.
     """
     if not (folder / CONVERTED).is_dir():
         _located(folder, config)
 
 
 def _located(folder: Path, config: ModelConfig) -> tuple[Sources, Tensors, Encoding | None]:
-    """Return where the leaves of a model lie, its tensors, all of them checked, and how its matrices are stored."""
+    """Return the sources of a model's leaves, its checked tensors, and the encoding of its matrices."""
     if is_gguf(folder):
         sources = sources_of(config, gguf.sources)
         return sources, gguf.check(folder, config, sources), None
@@ -167,7 +167,7 @@ def is_widened(folder: Path, dtype: str = "auto") -> bool:
 
 
 def _said_dtype(folder: Path) -> str:
-    """Return the dtype that config.json names, in the words of safetensors where that is one of theirs."""
+    """Return the dtype that config.json names, by its safetensors name if it has one."""
     if is_gguf(folder):
         return gguf.embedding_stored_as(folder)
     values = read_json(folder / "config.json")
@@ -188,14 +188,14 @@ def load(
 
     Over a `mesh` each chip receives its part of every array (`models.sharding`).
 
-    Layers that are alike may be `stacked` (`models.stacks`): each array is put where it belongs as it is read.
+    Equal layers may be `stacked` (`models.stacks`): each array is written into its stack when it is read.
 
-    `auto` keeps the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); of weights
-    that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those that are stored so, by
-    output, as they lie, and others rounded from what is stored. One leaf at a time passes through host memory, but
-    that converted weights are restored whole. What `added` returns for the name of a leaf, in float32, is added to it
-    before it is cast or rounded. The configuration is that of `read_model`. Raises
-    UsageError naming the file or the tensor that is absent, damaged or of another shape.
+    `auto` uses the dtype in which the embedding is stored (bfloat16 or float32; float16 becomes float32); for weights
+    that are stored quantised it is bfloat16. With `quantize` "int8" matrices are `Int8`: those stored in int8 with
+    scales per output are used unchanged, others are rounded. Leaves pass through host memory one at a time, except that
+    converted weights are restored at once. The array that `added` returns for a leaf, in float32, is added to it before
+    it is cast or rounded. The configuration is that of `read_model`. Raises UsageError naming the file or the tensor
+    that is absent, damaged or of another shape.
     """
     folder = Path(folder)
     if dtype not in ("auto", *DTYPES):
@@ -228,18 +228,18 @@ def load(
 
 
 def write_hugging_face(folder: str | Path, config: ModelConfig, params: Params) -> None:
-    """Write config.json and model.safetensors, as `load` and other readers take them."""
+    """Write config.json and model.safetensors, which `load` and other readers accept."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(config, jax.tree.map(np.asarray, params))
     _write_config(folder, config, params)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # The library leaves its file readable by the owner alone.
+    # The library creates a file that only its owner can read.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def save_converted(path: str | Path, config: ModelConfig, params: Params) -> None:
-    """Write config.json and the weights as an orbax checkpoint with checksums, which `load` takes too."""
+    """Write config.json and the weights as an orbax checkpoint with checksums, which `load` also accepts."""
     import orbax.checkpoint
 
     path = Path(path).absolute()
@@ -251,7 +251,7 @@ def save_converted(path: str | Path, config: ModelConfig, params: Params) -> Non
 
 
 def restore_converted(path: str | Path) -> tuple[ModelConfig, Params]:
-    """Return what `save_converted` wrote, bit for bit. Raises UsageError where the folder holds no such thing."""
+    """Return the model that `save_converted` wrote, bit for bit. Raises UsageError if the folder has no such model."""
     path = Path(path)
     if not (path / CONVERTED).is_dir():
         raise UsageError(f"{path} holds no converted weights ({CONVERTED}/); convert the model into it first.")
@@ -267,7 +267,7 @@ def _restore(
     stacked: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Return converted weights, cast or quantised, checked as those of a Hugging Face folder are, and their model."""
+    """Return a model and its converted weights, cast or quantised, with the checks of a Hugging Face folder."""
     import orbax.checkpoint
 
     folder = path.absolute() / CONVERTED
@@ -303,13 +303,13 @@ def _restore(
         return config, params
     found, structure = jax.tree.flatten(params, is_leaf=is_weight)
     held = dict(enumerate(found))
-    del params, found  # so that each array is let go once it is in its stack
+    del params, found  # so that each array is freed once it is in its stack
     nodes = structure.unflatten([partial(held.pop, number) for number in sorted(held)])
     return put_in_place(config, nodes, stacked, mesh, target, quantize)
 
 
 def _encoding(folder: Path) -> Encoding | None:
-    """Return how the matrices of a folder are stored, None where they are floats, or each tensor says it itself."""
+    """Return the encoding of a folder's matrices; None for floats and for GGUF, whose tensors specify it."""
     if is_gguf(folder):
         return None
     file = folder / "config.json"
@@ -329,7 +329,7 @@ def _write_config(folder: Path, config: ModelConfig, params: Params) -> None:
 
 
 def _tensors(config: ModelConfig, params: Params) -> dict[str, Any]:
-    """Return weights as the tensors that they are kept as in files. Raises ValueError for quantised ones."""
+    """Return weights as the tensors of files. Raises ValueError for quantised weights."""
     if any(isinstance(node, Int8) for node in nodes(params)):
         raise ValueError("params: got weights in 8 bits, wanted floats; quantise them when they are loaded")
     sources = sources_of(config)

@@ -1,7 +1,7 @@
-"""A model in a GGUF file: its configuration in the words of config.json, and where its weights lie.
+"""A model in a GGUF file: its configuration with the keys of config.json, and the sources of its weights.
 
-llama.cpp's converter renames tensors, turns the rows of queries and keys of some architectures so that the two channels
-of a rotated pair are neighbours, and adds 1 to the norms of Gemma; `read` undoes the last two.
+llama.cpp's converter renames tensors, permutes the rows of queries and keys of some architectures so that the two
+channels of a rotated pair are adjacent, and adds 1 to the norms of Gemma; `read` undoes the last two.
 Names and keys: llama.cpp, gguf-py/gguf/constants.py and convert_hf_to_gguf.py.
 """
 
@@ -21,7 +21,7 @@ from et_jax.models.sources import Piece, Shape, Source, Sources, fused, one_to_o
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 QUANTISED = "quantised"
-"""How a tensor is stored that is in none of the float types."""
+"""The stored type of a tensor that is not of a float type."""
 
 _ARCHITECTURES = {
     "llama": "llama",
@@ -36,13 +36,13 @@ _ARCHITECTURES = {
     "granite": "granite",
     "olmo2": "olmo2",
 }
-"""The family of each architecture. Mixtral is a llama with experts."""
+"""The family of each architecture. Mixtral has the architecture llama, with experts."""
 
 _SLIDING = ("gemma2", "gemma3", "phi3")
-"""Architectures whose layers may have a window."""
+"""Architectures whose layers may have a sliding window."""
 
 _NEIGHBOURS = ("llama", "mixtral", "smollm3", "granite")
-"""Families whose rotated pairs of channels are neighbours in the rows of queries and keys."""
+"""Families whose rotated pairs of channels are adjacent in the rows of queries and keys."""
 
 _TENSORS = {
     "embedding": EMBEDDING,
@@ -74,7 +74,7 @@ _TENSORS = {
     "layers.*.experts.shared.down": "blk.*.ffn_down_shexp.weight",
 }
 _FUSED = {"blk.*.attn_qkv.weight": ("q", "k", "v"), "blk.*.ffn_up.weight": ("gate", "up")}
-"""Those of phi3, whose matrices of one layer lie below each other."""
+"""The fused tensors of phi3, which concatenate matrices of a layer along their rows."""
 
 _ROTATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _OF_QUERIES_OR_KEYS = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
@@ -86,7 +86,7 @@ def read_config(file: Path) -> ModelConfig:
 
 
 def config_values(gguf: Gguf) -> dict[str, Any]:
-    """Return what a file says of its model, in the words of a config.json."""
+    """Return a file's metadata of its model, with the keys of config.json."""
     name = str(gguf.values.get("general.architecture"))
     if name not in _ARCHITECTURES:
         raise UsageError(
@@ -131,9 +131,9 @@ def config_values(gguf: Gguf) -> dict[str, Any]:
 
 
 def _own_values(name: str, given: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what one architecture has that others do not."""
+    """Return the values that are specific to an architecture."""
     if name in ("gemma2", "gemma3"):
-        largest = (name, values["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62))  # those of 27B alone differ
+        largest = (name, values["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62))  # only the 27B models differ
         width = _share(values["hidden_size"], values["num_attention_heads"])
         return {
             "hidden_activation": "gelu_pytorch_tanh",
@@ -155,13 +155,13 @@ def _own_values(name: str, given: Any, values: Mapping[str, Any]) -> dict[str, A
         known = isinstance(turned, int) and isinstance(head_dim, int) and head_dim > 0
         return {
             "sliding_window": given("attention.sliding_window") or None,
-            "partial_rotary_factor": turned / head_dim if known else turned,  # what is no number is refused later
+            "partial_rotary_factor": turned / head_dim if known else turned,  # a later check rejects other types
         }
     return {}
 
 
 def _expert_values(gguf: Gguf, family: str) -> dict[str, Any]:
-    """Return the sizes of experts, which the shapes of their tensors say in any version of the format."""
+    """Return the sizes of experts from the shapes of their tensors, which all versions of the format share."""
     shapes = {name.split(".", 2)[2]: place.shape for name, place in gguf.tensors.items() if name.startswith("blk.")}
     gates, shared = shapes.get("ffn_gate_exps.weight", ()), shapes.get("ffn_gate_shexp.weight", ())
     if len(gates) != 3:
@@ -173,7 +173,7 @@ def _expert_values(gguf: Gguf, family: str) -> dict[str, Any]:
 
 
 def _rope_scaling(gguf: Gguf, given: Any) -> dict[str, Any] | None:
-    """Return how rotary frequencies are stretched. Those that are given one by one are spelled as longrope."""
+    """Return the scaling of rotary frequencies. Factors per frequency are expressed as longrope."""
     kind, factor = given("rope.scaling.type", "none"), given("rope.scaling.factor")
     original = given("rope.scaling.original_context_length") or given("context_length")
     freqs, long, short = (gguf.tensors.get(name) for name in _ROTATION)
@@ -199,7 +199,7 @@ def _rope_scaling(gguf: Gguf, given: Any) -> dict[str, Any] | None:
 
 
 def _each_layer(gguf: Gguf, name: str, value: Any) -> Any:
-    """Return a number that may be said once for each layer. Raises UsageError where layers differ in it."""
+    """Return a number that may be given once per layer. Raises UsageError if layers differ in it."""
     if not isinstance(value, list):
         return value
     if len(set(value)) != 1:
@@ -208,7 +208,7 @@ def _each_layer(gguf: Gguf, name: str, value: Any) -> Any:
 
 
 def _share(width: Any, heads: Any) -> int | None:
-    """Return the width of a head, None where either is no number: reading config.json's words refuses them later."""
+    """Return the width of a head, None if either is not a number, which the check of the configuration rejects."""
     return width // heads if isinstance(width, int) and isinstance(heads, int) and heads else None
 
 
@@ -218,7 +218,7 @@ def sources(config: ModelConfig, shapes: Mapping[str, Shape]) -> Sources:
     found = dict(one_to_one(_TENSORS)({leaf: shape for leaf, shape in shapes.items() if leaf not in experts}))
     if config.architecture == "phi3":
         found |= fused(_FUSED)(shapes)
-    for leaf, shape in experts.items():  # expert by expert, so that no more than one is in memory twice
+    for leaf, shape in experts.items():  # expert by expert, so that at most a single expert is in memory twice
         tensor = _TENSORS[re.sub(r"\.\d+\.", ".*.", leaf)].replace("*", leaf.split(".")[1])
         rows = ((number, number + 1) for number in range(shape[0]))
         found[leaf] = Source(pieces=tuple(Piece(tensor=tensor, shape=shape, rows=one) for one in rows))
@@ -226,9 +226,9 @@ def sources(config: ModelConfig, shapes: Mapping[str, Shape]) -> Sources:
 
 
 def check(file: Path, config: ModelConfig, sources: Sources) -> dict[str, GgufTensor]:
-    """Return the tensors that a model is read from.
+    """Return the tensors of a model.
 
-    Raises UsageError where one is absent, has another shape, or would be left out.
+    Raises UsageError if a tensor is absent, has another shape, or is not part of the model.
     """
     gguf, wanted = read_gguf(file), tensor_shapes(sources)
     for name, shape in wanted.items():
@@ -244,17 +244,17 @@ def check(file: Path, config: ModelConfig, sources: Sources) -> dict[str, GgufTe
 
 
 def stored_as(place: GgufTensor) -> str:
-    """Return the dtype of a tensor in the words of safetensors, `QUANTISED` where it is none."""
+    """Return the safetensors name of a tensor's dtype, or `QUANTISED`."""
     return place.kind if place.kind in FLOATS else QUANTISED
 
 
 def embedding_stored_as(file: Path) -> str:
-    """Return how the embedding of a file is stored, see `stored_as`."""
+    """Return the stored type of a file's embedding, see `stored_as`."""
     return stored_as(read_gguf(file).tensors[EMBEDDING])
 
 
 def read(place: GgufTensor, piece: Piece, config: ModelConfig) -> np.ndarray:
-    """Return a piece of a weight as it was before it was converted."""
+    """Return a piece of a weight as it was before llama.cpp's conversion."""
     found = place.numbers(piece.rows)
     found = found.reshape(piece.shape_read)
     queries_or_keys = _OF_QUERIES_OR_KEYS.fullmatch(place.name)

@@ -1,4 +1,4 @@
-"""The weights of a transformer as a pytree: what a configuration comes to, before any exist, and how much that is."""
+"""The weights of a transformer as a pytree: their shapes and sizes, derived from a configuration."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,9 +23,9 @@ T = TypeVar("T")
 class LayerParams:
     """Weights of one layer. Biases and norms are None where a family has none.
 
-    A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` stand before attention and
-    feed-forward, `attention_out_norm` and `ffn_out_norm` after them; `q_norm` and `k_norm` span a head, or all heads.
-    `sinks` are a logit for each query head, in the sum of its softmax alone.
+    A layer has the matrices of a feed-forward, or `experts`. `attention_norm` and `ffn_norm` precede attention and
+    feed-forward, `attention_out_norm` and `ffn_out_norm` follow them. `q_norm` and `k_norm` span a head, or all heads.
+    `sinks` are a logit per query head, which only the denominator of its softmax includes.
     With `hd` query heads times head dim and `kd` KV heads times head dim, `q` is "hd w", `k` and `v` "kd w", `o`
     "w hd", `gate` and `up` "f w" and `down` "w f", [out, in].
     """
@@ -53,10 +53,10 @@ class LayerParams:
 
 @pytree
 class Params:
-    """Weights of a model. `embedding` is "v w", and `head`, which is None where the embedding serves as it too.
+    """Weights of a model. `embedding` and `head` are "v w"; `head` is None if it is tied to the embedding.
 
-    `layers` holds the weights of every layer in order. Where layers that are alike are stacked, it holds those of every
-    place (`stacks.Stack`), of the layers at one in one array, which leads with their turns.
+    `layers` has the weights of every layer in order. With layer stacking it has those of every place (`stacks.Stack`),
+    where the layers of a place share arrays with a leading axis of turns.
     """
 
     embedding: Weight
@@ -67,9 +67,9 @@ class Params:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightSpec:
-    """A weight before it exists: its shape, the logical name of each axis, and its initial deviation.
+    """The description of a weight: its shape, the logical name of each axis, and its initial standard deviation.
 
-    `deviation` None starts at one (norms), 0 at zero (biases).
+    `deviation` None initialises to one (norms), 0 to zero (biases).
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class WeightSpec:
 
 
 def _unchecked(cls: type[T], **children) -> T:
-    """Return a `cls` around children that are no arrays, which a shape-checking `__init__` would refuse."""
+    """Return a `cls` with children that are not arrays, which a shape-checking `__init__` would reject."""
     tree = object.__new__(cls)
     vars(tree).update(children)
     return tree
@@ -88,7 +88,7 @@ _OF_FEED_FORWARD = ("gate", "up", "down", "experts")
 
 
 def describe(config: ModelConfig) -> Params:
-    """Return the tree of `WeightSpec` that a model of this configuration holds."""
+    """Return the tree of `WeightSpec` of a model of this configuration."""
     c = config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     sizes = {
@@ -168,14 +168,14 @@ def describe(config: ModelConfig) -> Params:
 
 
 def _mixtures(config: ModelConfig) -> tuple[bool, ...]:
-    """Which layers are mixtures of experts."""
+    """Return for each layer whether it is a mixture of experts."""
     return (False,) * config.num_layers if config.experts is None else config.experts.layers
 
 
 def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None, *, stacked: bool = False) -> Params:
     """Return the shapes of a model's weights in `dtype`, as a tree of `jax.ShapeDtypeStruct`.
 
-    With `quantize` its matrices are in that form, and layers that are alike may be `stacked`.
+    With `quantize` its matrices have that form; equal layers may be `stacked`.
     """
 
     def shape(node: Dense | WeightSpec) -> Any:
@@ -195,7 +195,7 @@ def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None,
 
 
 def in_stacks(params: Params, config: ModelConfig, joined: Callable[..., Any]) -> Params:
-    """Return a tree of weights with those of layers that are alike in one, `joined` of the leaves of each, in order."""
+    """Return a tree of weights with equal layers stacked: `joined` combines their leaves, in order."""
     layers = []
     for stack in stacks_of(config, stacked=True):
         for offset in range(stack.period):
@@ -205,24 +205,24 @@ def in_stacks(params: Params, config: ModelConfig, joined: Callable[..., Any]) -
 
 
 def is_stacked(params: Params, config: ModelShape) -> bool:
-    """Return whether there are layers of a model that lie in one array."""
+    """Return whether any layers of a model are stacked."""
     return len(params.layers) < config.num_layers
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Return how many numbers a model of this configuration holds."""
+    """Return the number of parameters of a model of this configuration."""
     return num_numbers(describe(config))
 
 
 def weight_bytes(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None) -> int:
-    """Return the bytes that a model of this configuration holds in `dtype`, its matrices as `quantize` says."""
+    """Return the bytes of a model of this configuration in `dtype`, with matrices in the form `quantize`."""
     return num_bytes(abstract(config, dtype, quantize))
 
 
 def num_multiplied(config: ModelConfig) -> int:
-    """Return the weights a token is multiplied with: all, less an embedding that is not the head too.
+    """Return the number of parameters that a token is multiplied with: all, except an untied embedding.
 
-    Of experts these are the ones that a token goes to as trained.
+    Of experts it counts the trained number per token.
     """
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     mixture = config.experts
@@ -232,7 +232,7 @@ def num_multiplied(config: ModelConfig) -> int:
 
 
 def expert_weights(config: ModelConfig) -> int:
-    """Return the numbers of one expert of one layer; 0 where there are none."""
+    """Return the number of parameters of a single expert; 0 without experts."""
     if config.experts is None:
         return 0
     width, w = config.experts.width, config.hidden_size

@@ -1,4 +1,4 @@
-"""Weights as they are read: cast or rounded, and put on a device or split over a mesh, by layers or in stacks."""
+"""Casts or quantises weights while they are read, and puts them on a device or mesh, by layer or in stacks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from et_jax.types import replace
 
 
 def cast(described: Any, array: Float[np.ndarray, "..."], dtype: DTypeLike, quantize: str | None) -> Any:
-    """Return a float32 array as the leaf that is `described`."""
+    """Return a float32 array as the leaf `described`, in `dtype` or quantised."""
     if not is_weight(described):
         return array.astype(dtype)
     return Dense(array=array.astype(dtype)) if quantize is None else to_int8(array, dtype)
 
 
 def read_int8(source: Source, tensors: Tensors, read: Callable[[Piece], np.ndarray], dtype: DTypeLike) -> Int8:
-    """Return a leaf in 8 bits: as it is stored, where it is one weight of such numbers by output, or rounded."""
+    """Return a leaf in 8 bits: unchanged if its tensor is stored in int8 with scales per output, otherwise rounded."""
     stored = [tensors[piece.tensor] for piece in source.pieces]
     first, encoding = stored[0], getattr(stored[0], "encoding", None)
     if isinstance(first, Encoded) and isinstance(encoding, Scaled) and encoding.by_output and source.is_full:
@@ -44,9 +44,9 @@ def read_int8(source: Source, tensors: Tensors, read: Callable[[Piece], np.ndarr
 def put_in_place(
     config: ModelConfig, nodes: Params, stacked: bool, mesh: Mesh | None, dtype: DTypeLike, quantize: str | None
 ) -> tuple[ModelConfig, Params]:
-    """Return the weights that functions give, called one at a time, on the default device or split over a mesh.
+    """Call the functions of `nodes` one at a time; return the weights on the default device or split over a mesh.
 
-    Beside them stands the model that they are of, over a mesh one with copies of its KV heads where they are too few.
+    The first value is the model's configuration, which over a mesh has repeated KV heads if there are too few.
     """
     places = None
     if mesh is not None:
@@ -75,13 +75,13 @@ def put_in_place(
 
 @dataclasses.dataclass(frozen=True)
 class _Layers:
-    """The functions that give a weight of each layer of a stack."""
+    """The functions that return a weight of each layer of a stack."""
 
     layers: tuple[Callable[[], Any], ...]
 
 
 def _zeros(one: Any, depth: int, place: Any) -> Any:
-    """Zeros for a stack of so many of `one`, in its place or on the default device."""
+    """Return zeros for a stack of `depth` arrays like `one`, at `place` or on the default device."""
     shapes, structure = jax.tree.flatten(one)
     places = [None] * len(shapes) if place is None else jax.tree.leaves(place)
     zeros = [jnp.zeros((depth, *x.shape), x.dtype, device=where) for x, where in zip(shapes, places, strict=True)]
@@ -90,5 +90,5 @@ def _zeros(one: Any, depth: int, place: Any) -> Any:
 
 @partial(jax.jit, donate_argnums=0)
 def _put_at(stack: Any, one: Any, turn: Int[Array, ""]) -> Any:
-    """The arrays of a stack with one layer's at its turn."""
+    """Return a stack with the arrays of a layer written at index `turn`."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, turn, 0), stack, one)

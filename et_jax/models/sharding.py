@@ -1,9 +1,9 @@
-"""One model over the chips of a mesh: along which of its axes every weight is split, and the model as a chip sees it.
+"""Tensor parallelism: the axis along which each weight is split over a mesh, and the model as each chip sees it.
 
-A chip has some KV heads, the query heads that read them, its part of the width of every feed-forward and of every
-expert, and its part of the vocabulary; weights without these axes are replicated. A layer therefore ends in two sums
-over the chips, after attention and after the feed-forward (Shoeybi et al. 2019, Megatron-LM, section 3). Every chip
-reads its part of a selected expert, whichever the router selects, so no chip waits for another.
+A chip has some KV heads, the query heads that attend to them, its part of the width of every feed-forward and expert,
+and its part of the vocabulary. Weights without these axes are replicated. A layer therefore has two sums over the
+chips, after attention and after the feed-forward (Shoeybi et al. 2019, Megatron-LM, section 3). Every chip reads its
+part of each selected expert, so no chip waits for another.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ SPLIT = frozenset({"vocab", "heads", "kv_heads", "each_head", "ffn", "expert_ffn
 
 
 def mesh_of(size: int, number: int = 0) -> Mesh:
-    """Return the mesh of the next `size` devices of this process, the `number`-th of as many such groups as there are.
+    """Return the mesh of group `number` of `size` devices of this process.
 
-    Numbers past the last group begin at the first one again.
+    Numbers past the last group wrap around to the first.
     """
     devices = jax.local_devices()
     first = number % (len(devices) // size) * size
@@ -54,23 +54,23 @@ def check(model: ModelShape, mesh: Mesh | AbstractMesh) -> None:
 
 
 def sizes(model: ModelConfig) -> list[int]:
-    """Return over how many chips a model can be split, KV heads repeated where they are too few, in ascending order."""
+    """Return the numbers of chips over which a model can be split, in ascending order; KV heads may be repeated."""
     common = math.gcd(*(size for axis, size in _split_axes(model).items() if axis not in ("num_kv_heads", "kv_heads")))
     divisors = [size for size in range(1, common + 1) if common % size == 0]
     return [size for size in divisors if with_copies(model, size).num_kv_heads % size == 0]
 
 
 def with_copies(model: S, size: int) -> S:
-    """Return a model of at least one KV head for each of `size` chips: each head is repeated where there are fewer.
+    """Return a model with at least one KV head for each of `size` chips, repeating each head if there are fewer.
 
-    A query head of such a model reads a copy of the KV head that it reads in `model`.
+    A query head of such a model attends to a copy of its KV head in `model`.
     """
     few = model.num_kv_heads < size and size % model.num_kv_heads == 0 and model.num_heads % size == 0
     return dataclasses.replace(model, num_kv_heads=size) if few else model
 
 
 def copied(node: Any, described: Any, model: ModelConfig, size: int) -> Any:
-    """Return a weight, or an array that is no part of one, of `model` as `with_copies` has it.
+    """Return a weight, or another array, of `model` with the KV heads repeated as in `with_copies`.
 
     `described` is its node of `params.describe`.
     """
@@ -88,7 +88,7 @@ def copied(node: Any, described: Any, model: ModelConfig, size: int) -> Any:
 
 
 def _split_axes(model: ModelConfig) -> dict[str, int]:
-    """The sizes of the axes of a model that are split, by their names."""
+    """Return the sizes of a model's split axes, by name."""
     found = {"num_kv_heads": model.num_kv_heads}
     for spec in jax.tree.leaves(describe(model)):
         found |= {axis: size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis in SPLIT}
@@ -96,7 +96,7 @@ def _split_axes(model: ModelConfig) -> dict[str, int]:
 
 
 def of_chip(model: S, mesh: Mesh | AbstractMesh) -> S:
-    """Return a model with the heads of one chip, as its attention sees it there."""
+    """Return the model with the number of heads of a single chip, for its attention."""
     heads, kv_heads = model.num_heads // mesh.size, model.num_kv_heads // mesh.size
     return dataclasses.replace(model, num_heads=heads, num_kv_heads=kv_heads)
 
@@ -110,7 +110,7 @@ def weight_specs(weights: Params, model: ModelConfig) -> Params:
 
 
 def expert_specs(experts: Experts, model: ModelConfig) -> Experts:
-    """Return how the experts of a layer are split, likewise; for a stack, given without their `turn`."""
+    """Return the same for the experts of a layer; those of a stack are given without their `turn`."""
     return _specs(next(layer.experts for layer in describe(model).layers if layer.experts is not None), experts)
 
 
@@ -120,12 +120,12 @@ def placed(weights: Params, model: ModelConfig, mesh: Mesh) -> Params:
 
 
 def placements(model: ModelConfig, mesh: Mesh, dtype: DTypeLike, quantize: str | None, *, stacked: bool) -> Params:
-    """Return where each array of weights goes that are still to be read, as a tree of `NamedSharding`."""
+    """Return the sharding of each array of weights, before they are read, as a tree of `NamedSharding`."""
     return shardings(mesh, weight_specs(abstract(model, dtype, quantize, stacked=stacked), model))
 
 
 def of_layer(place: NamedSharding) -> NamedSharding:
-    """Return where a layer of a stack goes, given where the stack goes."""
+    """Return the sharding of a layer, given that of its stack."""
     return NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
 
 
@@ -136,13 +136,13 @@ def bytes_of_chip(model: ModelConfig, mesh: Mesh | AbstractMesh, dtype: DTypeLik
 
 
 def local_bytes(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> int:
-    """Return the bytes of an array, or its shape, on each chip of a mesh over which it is split so."""
+    """Return the bytes per chip of an array, or a `ShapeDtypeStruct`, split over a mesh by `spec`."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size // mesh.size if AXIS in spec else size
 
 
 def moved(weights: T, mesh: Mesh) -> T:
-    """Return arrays that are split over one mesh, split alike over another of as many chips."""
+    """Return sharded arrays moved to another mesh of as many chips, with the same split."""
     return jax.device_put(weights, jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), weights))
 
 
@@ -152,7 +152,7 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 
 def _specs(described: Any, weights: Any) -> Any:
-    """Return how the described arrays are split; those of a stack lead with an axis of layers."""
+    """Return how the described arrays are split; those of a stack have a leading layer axis."""
 
     def of_node(node: Any, given: Any) -> Any:
         if isinstance(given, Int8):

@@ -1,6 +1,6 @@
-"""Where the weights of a model lie in its files: each leaf is a tensor, a part of one, or several put together.
+"""The mapping from a model's weights to the tensors of its files: a leaf is a tensor, a part, or several joined.
 
-A value says it, `Sources`: reading, writing and checking of files go by it and know no other arrangement.
+Reading, writing and checking of files use only this mapping, `Sources`.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A tensor of a file, whole, or the `rows` of its first axis from one to before another.
+    """A full tensor of a file, or the `rows` [begin, end) of its first axis.
 
-    `shape` is that of the whole tensor. Of its last axis it may be one of several lanes that take turns: `lane` says
-    which, and of how many. A `swapped` piece has its last two axes the other way round than the file.
+    `shape` is that of the full tensor. `lane` (i, n) selects the indices i, i + n, i + 2n, ... of the last axis. A
+    `swapped` piece has the file's last two axes transposed.
     """
 
     tensor: str
@@ -30,12 +30,12 @@ class Piece:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The rows, those of a whole tensor too."""
+        """The rows, also for a full tensor."""
         return self.rows or (0, self.shape[0])
 
     @property
     def is_full(self) -> bool:
-        """Whether it is the tensor as it lies."""
+        """Whether it is the full tensor, unchanged."""
         return self.rows is None and self.lane is None and not self.swapped
 
     @property
@@ -47,7 +47,7 @@ class Piece:
         return (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
 
     def of(self, tensor: Any) -> Any:
-        """Return the piece of its tensor, an array: a view, if that is one of NumPy."""
+        """Return the piece of a tensor, given as an array; a view if it is a NumPy array."""
         found = tensor if self.rows is None else tensor[slice(*self.rows)]
         if self.lane is not None:
             first, lanes = self.lane
@@ -57,7 +57,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a leaf is made of: pieces, joined along the first axis in turn, or `stacked` along a new one."""
+    """The pieces of a leaf, concatenated along the first axis, or `stacked` along a new axis."""
 
     pieces: tuple[Piece, ...]
     stacked: bool = False
@@ -70,11 +70,11 @@ class Source:
 
     @property
     def is_full(self) -> bool:
-        """Whether the leaf is one whole tensor."""
+        """Whether the leaf is a single full tensor."""
         return len(self.pieces) == 1 and not self.stacked and self.pieces[0].is_full
 
     def parts(self, leaf: Any) -> list[Any]:
-        """Return the part of a leaf that each piece holds, in turn: views, if it is an array of NumPy."""
+        """Return the part of a leaf for each piece, in order; views if it is a NumPy array."""
         if len(self.pieces) == 1 and not self.stacked:
             return [leaf]
         if self.stacked:
@@ -83,7 +83,7 @@ class Source:
         return [leaf[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
 
     def read(self, read: Callable[[Piece], np.ndarray], dtype: Any) -> np.ndarray:
-        """Return the leaf in `dtype`, one of its pieces read at a time."""
+        """Return the leaf in `dtype`, reading its pieces one at a time."""
         if len(self.pieces) == 1 and not self.stacked:
             return read(self.pieces[0]).astype(dtype, copy=False)
         leaf = np.empty(self.shape, dtype)
@@ -97,9 +97,9 @@ Sources = Mapping[str, Source]
 
 
 def one_to_one(tensors: Mapping[str, str]) -> Callable[[Mapping[str, Shape]], Sources]:
-    """Return what makes sources of leaves that are a tensor each: `tensors` names it, `*` the number of a layer.
+    """Return a function that computes the sources of leaves with a tensor each.
 
-    A second `*` is the number of one tensor of several, of which the leaf is a stack.
+    `tensors` has their names, with `*` for the layer number. A second `*` numbers the tensors that a leaf stacks.
     """
 
     def sources(shapes: Mapping[str, Shape]) -> Sources:
@@ -118,9 +118,9 @@ def one_to_one(tensors: Mapping[str, str]) -> Callable[[Mapping[str, Shape]], So
 
 
 def fused(tensors: Mapping[str, tuple[str, ...]]) -> Callable[[Mapping[str, Shape]], Sources]:
-    """Return what makes sources of leaves of layers that lie in one tensor, one's rows below another's.
+    """Return a function that computes the sources of layer leaves that a tensor concatenates along its rows.
 
-    `tensors` gives the names of such leaves in turn, `*` in the tensor's own name the number of a layer.
+    `tensors` has the names of such leaves in order, by the tensor's name with `*` for the layer number.
     """
 
     def sources(shapes: Mapping[str, Shape]) -> Sources:
@@ -144,7 +144,7 @@ def tensor_shapes(sources: Sources) -> dict[str, Shape]:
 
 
 def tensors_of(sources: Sources, leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors that leaves, by name, are written as."""
+    """Return the tensors to write for leaves given by name."""
     found = {}
     for name, source in sources.items():
         for piece, part in zip(source.pieces, source.parts(leaves[name]), strict=True):

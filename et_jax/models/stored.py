@@ -1,10 +1,9 @@
-"""Tensors as safetensors files hold them: what their headers say, which of them a model is read from, and their bytes.
+"""Tensors in safetensors files: reads their headers, matches them with a model's weights, and reads their bytes.
 
-The name, shape and dtype of every tensor are checked before the first one is read. A tensor that the configuration
-does not call for is an error, since dropping it (a bias, a norm, a layer) would change the text; only the ones in
-`INERT` are passed over, and beside quantised weights those of `ACTIVATIONS` and biases of zeros, which some tools
-write. The first words of a name may be missing or others than the family's: so are those of a model that was saved
-without its head, or from within a larger one.
+The name, shape and dtype of every tensor are checked before the first is read. A tensor that the configuration does not
+expect is an error, since dropping it (a bias, a norm, a layer) would change the output. Only tensors in `INERT` are
+ignored, and beside quantised weights those in `ACTIVATIONS` and zero biases, which some tools write. The prefix of a
+name may differ from the family's, as in a model that was saved without its head, or as part of a larger model.
 """
 
 import dataclasses
@@ -30,12 +29,12 @@ from et_jax.models.sources import Piece, Sources, tensor_shapes
 INERT = re.compile(r"rotary_emb\.inv_freq$")
 ACTIVATIONS = re.compile(r"\.(input_scale|activation_scale|[kqv]_scale|weight_shape)$")
 STORED = {"BF16": jnp.bfloat16, "F16": jnp.float32, "F32": jnp.float32}
-_ROWS_COMPARED = 1024  # of two matrices, at once
+_ROWS_COMPARED = 1024  # rows of two matrices that are compared at once
 FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn}
 
 
 class Stored(NamedTuple):
-    """A tensor as a file holds it: `stored` is its dtype in the words of safetensors."""
+    """A tensor in a file: `stored` is the safetensors name of its dtype."""
 
     file: Path
     name: str
@@ -44,7 +43,7 @@ class Stored(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A weight that is stored as several tensors, `parts` by the last words of their names."""
+    """A weight that is stored as several tensors, `parts` by the suffixes of their names."""
 
     encoding: Encoding
     parts: Mapping[str, Stored]
@@ -52,13 +51,13 @@ class Encoded(NamedTuple):
 
 
 Tensors = Mapping[str, Stored | Encoded | GgufTensor]
-"""The weights that a model is read from, by the names that their tensors have as floats."""
+"""The stored weights of a model, by the names of their unquantised tensors."""
 
 
 def stored_as(tensor: Stored | Encoded | GgufTensor) -> str:
-    """Return the dtype of a tensor, that of the numbers of one that is encoded, in the words of safetensors.
+    """Return the safetensors name of a tensor's dtype; for an encoded tensor, that of its decoded numbers.
 
-    That of a quantised tensor of a GGUF file is `gguf.QUANTISED`.
+    For a quantised tensor of a GGUF file it is `gguf.QUANTISED`.
     """
     if isinstance(tensor, GgufTensor):
         return gguf.stored_as(tensor)
@@ -66,17 +65,17 @@ def stored_as(tensor: Stored | Encoded | GgufTensor) -> str:
 
 
 def embedding_of(sources: Sources) -> str:
-    """Return the tensor that the embedding begins with, whose dtype is the model's."""
+    """Return the name of the embedding's first tensor, whose dtype is the model's."""
     return sources["embedding"].pieces[0].tensor
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Return what the files of the folder say of every tensor."""
+    """Return the headers of all tensors in a folder's files."""
     return headers_of(_shard_files(folder))
 
 
 def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
-    """Return what safetensors files say of every tensor."""
+    """Return the headers of all tensors in safetensors files."""
     tensors = {}
     for file in files:
         with _open(file) as reader:
@@ -91,7 +90,7 @@ def headers_of(files: Iterable[Path]) -> dict[str, Stored]:
 
 
 def _shard_files(folder: Path) -> Iterable[Path]:
-    """Return the safetensors files of a folder: those the index names, or the single one."""
+    """Return the safetensors files of a folder: those that the index names, or the single file."""
     index = folder / "model.safetensors.index.json"
     if is_there(index):
         names = checked(read_json(index, MAX_INDEX_BYTES), IndexFile, index).weight_map.values()
@@ -108,7 +107,7 @@ def _shard_files(folder: Path) -> Iterable[Path]:
 
 
 def _shard_name(name: str, index: Path) -> str:
-    """Return `name` if it is that of a file in the model's own folder. Links in it are its owner's business."""
+    """Return `name` if it is that of a file in the model's own folder. Links in the folder are allowed."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or PureWindowsPath(name).drive:
         raise UsageError(f"{index}: weight_map names {named(name)}, which leaves the folder; fetch the file again.")
@@ -118,9 +117,9 @@ def _shard_name(name: str, index: Path) -> str:
 
 
 def check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], encoding: Encoding | None) -> Tensors:
-    """Return every weight that the model is read from, by its own name, all of them checked.
+    """Return every stored weight of the model by the family's name, after checking all of them.
 
-    Only the embedding of a model without a head may be kept under another, the head's.
+    Only the embedding of a model with a tied head may be stored under another name, the head's.
     """
     family, tensors = family_of(config), _under_own_names(config, sources, tensors)
     embedding, head = embedding_of(sources), family.head
@@ -151,7 +150,7 @@ def check(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored], 
 
 
 def has_own_head(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> bool:
-    """Return whether files have an output head that differs from the embedding; they are read up to where it does."""
+    """Return whether files have an output head that differs from the embedding; reading stops at a difference."""
     tensors = _under_own_names(config, sources, tensors)
     embedding, head = (tensors.get(name) for name in (embedding_of(sources), family_of(config).head))
     if embedding is None or head is None or not {embedding.stored, head.stored} <= {*FLOATS}:
@@ -168,15 +167,15 @@ def has_own_head(config: ModelConfig, sources: Sources, tensors: Mapping[str, St
 
 
 def _comparable(array: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the bits of an array, where the other has its dtype; else its numbers in float32."""
+    """Return the bits of an array if the other has the same dtype, otherwise its numbers in float32."""
     return array.view(f"u{array.itemsize}") if array.dtype == other.dtype else array.astype(np.float32)
 
 
 def _under_own_names(config: ModelConfig, sources: Sources, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors of files by the names that they have in files of the family.
+    """Return the tensors of files by the names that the family uses.
 
-    A model that was saved without its head lacks the first words of them (`layers.0...`), and one from within a larger
-    model has others (`model.language_model.layers.0...`). The name of the embedding tells which.
+    Names of a model that was saved without its head lack the prefix (`layers.0...`), and those of a part of a larger
+    model have another (`model.language_model.layers.0...`). The embedding's name determines the prefix.
     """
     embedding, head = embedding_of(sources), family_of(config).head
     own, own_head = embedding.removesuffix("embed_tokens.weight"), head.removesuffix("lm_head.weight")
@@ -196,7 +195,7 @@ def _under_own_names(config: ModelConfig, sources: Sources, tensors: Mapping[str
 
 
 def _stems(tensors: Mapping[str, Stored], part: str, own: str) -> list[str]:
-    """Return what stands before a part of the model in names; none where that is the family's `own`, or ambiguous."""
+    """Return the prefix of a model part in names; none if it is the family's `own`, or ambiguous."""
     stems = {found[1] for name in tensors if (found := re.match(rf"(|.*\.){part}\.", name))}
     return [] if own in stems or len(stems) > 1 else [*stems]
 
@@ -204,7 +203,7 @@ def _stems(tensors: Mapping[str, Stored], part: str, own: str) -> list[str]:
 def _parts(
     name: str, shape: tuple[int, ...], tensors: Mapping[str, Stored], encoding: Encoding | None
 ) -> Mapping[str, Part] | None:
-    """Return the tensors that stand for a weight, None where it is stored as floats."""
+    """Return the tensors that encode a weight, None if it is stored as floats."""
     if encoding is None or not encoding.encodes(name, shape):
         return None
     parts = encoding.parts(shape)
@@ -217,7 +216,7 @@ def _stored(weight: Stored | Encoded) -> list[Stored]:
 
 
 def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
-    """Return a tensor of the files. Raises UsageError where it is not there, or is not what it is to be."""
+    """Return a tensor of the files. Raises UsageError if it is absent, or has another shape or dtype than `part`."""
     if name not in tensors:
         raise UsageError(f"The weights lack the tensor {name}; fetch the files again, or mend config.json.")
     one = tensors[name]
@@ -234,7 +233,7 @@ def _checked(name: str, part: Part, tensors: Mapping[str, Stored]) -> Stored:
 
 
 def _is_zero_bias(tensor: Stored) -> bool:
-    """Return whether a tensor is a bias that adds nothing. Nothing else is read of the files for it."""
+    """Return whether a tensor is a bias of zeros; only this tensor is read."""
     return tensor.name.endswith(".bias") and tensor.stored in FLOATS and not np.any(read_full(tensor))
 
 
@@ -248,10 +247,10 @@ def _open(file: Path) -> safe_open:
 
 
 def read_piece(tensor: Stored | Encoded, piece: Piece) -> np.ndarray:
-    """Return a piece of a weight, as it is stored or in float32. Files are mapped for it alone, so their pages go."""
+    """Return a piece of a weight, as stored or in float32. Files are mapped per call, so their pages are released."""
     if isinstance(tensor, Stored):
         return dataclasses.replace(piece, rows=None).of(_read_rows(tensor, piece.rows))
-    if isinstance(tensor.encoding, Mxfp4):  # of the tensors of many experts, what the piece is of
+    if isinstance(tensor.encoding, Mxfp4):  # tensors of many experts, of which only the piece's rows are decoded
         first, lanes = piece.lane or (0, 1)
         parts = {name: _read_rows(part, piece.rows)[:, first::lanes] for name, part in tensor.parts.items()}
         return dataclasses.replace(piece, rows=None, lane=None).of(tensor.encoding.decode(parts))
@@ -267,7 +266,7 @@ def _read_rows(tensor: Stored, rows: tuple[int, int] | None) -> np.ndarray:
 
 
 def read_full(tensor: Stored) -> np.ndarray:
-    """Return a tensor as it is stored."""
+    """Return a tensor in its stored dtype."""
     if tensor.stored in FLOAT8:
         return _read_bytes(tensor).view(FLOAT8[tensor.stored]).reshape(tensor.shape)
     with _open(tensor.file) as reader:
@@ -275,7 +274,7 @@ def read_full(tensor: Stored) -> np.ndarray:
 
 
 def _read_bytes(tensor: Stored) -> np.ndarray:
-    """Return the bytes of a tensor of a file that has been opened: the library gives no floats of 8 bits to NumPy."""
+    """Return the bytes of a tensor of a validated file, because the library cannot convert 8-bit floats to NumPy."""
     with tensor.file.open("rb") as reader:
         length = int.from_bytes(reader.read(8), "little")
         begin, end = json.loads(reader.read(length))[tensor.name]["data_offsets"]
