@@ -38,7 +38,7 @@ from et_jax.tasks.generators import NUM_PAIRS, TASKS
 if TYPE_CHECKING:
     from et_jax.serve.engine import Model
 
-LOSS, SCORE = "loss", "score"  # the tasks that ask nothing
+LOSS, SCORE = "loss", "score"  # the tasks without questions
 _MOST_PROMPTS = 100_000  # of a run: a day's work for the bundled model on two cores
 _BOUNDS = {
     "length": (1, 2**20),
@@ -48,7 +48,7 @@ _BOUNDS = {
     "pairs": (0, 100_000),
     "seed": (0, 2**63 - 1),
 }
-"""The least and the most of every number that is counted."""
+"""The bounds of every count."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -201,7 +201,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
 
 
 def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signals: Signals) -> int:
-    """Print and write what texts are worth to the model."""
+    """Print and write the scores of texts under the model."""
     out = sys.stderr if args.json == "-" else sys.stdout
     window = model.max_model_len if args.length is None else args.length[0]
     print(scored.HEADER, file=out, flush=True)
@@ -222,7 +222,7 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(path: str | None, report: dict[str, Any]) -> None:
-    """Write a report as JSON to a file, whole or not at all, or to standard output where the path is -."""
+    """Write a report as JSON to a file, atomically, or to standard output if the path is -."""
     if path is None:
         return
     text = json.dumps(report, indent=1)
@@ -242,7 +242,7 @@ def _num_prompts(args: argparse.Namespace, tasks: list[str], lengths: list[int])
 
 
 def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> None:
-    """Refuse what cannot work before anything is loaded."""
+    """Raise UsageError, before anything is loaded, for arguments that cannot work."""
     if args.prompts is not None and len(tasks) != 1:
         raise UsageError("--prompts belongs to one task; name it with --task.")
     if LOSS in tasks and (tasks != [LOSS] or args.haystack is None or args.plot):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from et_jax.serve.requests import SamplingParams
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
-_BATCH_SEQUENCES = 8  # decoded together where the command does not say
-_ALTERNATIVES = 5  # of each token, that a report tells
+_BATCH_SEQUENCES = 8  # the default number of sequences per step
+_ALTERNATIVES = 5  # of each token in a report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _check_written(args: argparse.Namespace) -> None:
-    """Find out before any work is done that every file of the command can be written."""
+    """Raise UsageError, before any work, unless every file of the command can be written."""
     from et_jax.batch.table import check_table, is_table, journal_of
     from et_jax.io.files import check_writable
 
@@ -237,7 +237,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             else [prompt]
         )
         trace = None
-        if args.trace is not None:  # what was there stays until there is something to write
+        if args.trace is not None:  # an existing file stays until there is something to write
             about = _about(args, model, ids[0], params)
             trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
         report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
@@ -286,7 +286,7 @@ def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _about(args: argparse.Namespace, model: "Model", prompt: "str | list[int]", params: "SamplingParams") -> "About":
-    """Return what a trace says that it is of. Raises UsageError for a prompt that cannot be served."""
+    """Return the header of a trace. Raises UsageError for an invalid prompt."""
     from et_jax.report.trace import About
     from et_jax.serve.requests import GenerationRequest
 
@@ -329,7 +329,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         summary = survey(lines, journal, args.prompt_column)
         if summary.done < summary.total:
             model = _load(args, engine, status)
-            if defaults.params.grammar is not None:  # which every line would fail by
+            if defaults.params.grammar is not None:  # an invalid grammar would fail every line
                 model.sequences(0, GenerationRequest(prompt=(0,), params=defaults.params))
             model.warm_up()
             _load_prefix(args, model)
@@ -413,7 +413,7 @@ def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defau
 
 
 def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    """Return how a request is sampled; for the report of a prompt with the alternatives that it tells."""
+    """Return the sampling settings; for the report of a prompt with the alternatives that it shows."""
     from et_jax.serve.requests import SamplingParams
 
     names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
@@ -425,7 +425,7 @@ def _sampling(args: argparse.Namespace) -> "SamplingParams":
 
 
 def _controller(args: argparse.Namespace, platform: str) -> "Controller":
-    """Return the laws that the command line names, as they are by default on a platform."""
+    """Return the laws that the command line names, with the defaults of a platform."""
     from et_jax.serve.loading.min_context import named
 
     return named(args.control, platform, **flags.given(args, KNOBS))
@@ -458,7 +458,7 @@ def _load_prefix(args: argparse.Namespace, model: "Model") -> None:
 
 
 def _facts(args: argparse.Namespace) -> dict[str, str]:
-    """Return what a report tells of a run at its top."""
+    """Return the facts of a run for the head of a report."""
     import jax
 
     sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}

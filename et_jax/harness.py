@@ -28,7 +28,7 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 _MOST_GENERATED = 256  # tokens of an answer, unless the task says another number
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"n", "stop", "max_tokens", "logprobs"}
-_PARTS = 64  # texts that are scored in one call
+_PARTS = 64  # texts that are scored per call
 
 
 class Harness(TemplateLM):
@@ -99,7 +99,7 @@ class Harness(TemplateLM):
         return [one for one in found if one is not None]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of whole texts, which are read window by window where they are long."""
+        """Return the log-probability of full texts; long texts are read window by window."""
         sums = []
         for request in requests:
             [text] = request.args

@@ -1,4 +1,4 @@
-"""One sequence about to start: what was asked for, as the device is told it."""
+"""A new sequence's request, as arrays for the device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,12 +17,12 @@ from et_jax.types import pytree
 
 @pytree
 class Request:
-    """One sequence about to start: the last token of its prompt, what was asked for, and the numbers of its laws.
+    """A new sequence: the last token of its prompt, its settings, and the numbers of its laws.
 
     `limit` is the number of tokens to produce, `stop_ids` is padded with -1, `in_prompt` marks the prompt's tokens, and
-    `steering` is what is forbidden and favoured; both are None unless the decoder keeps penalties. `index` is folded
-    into the key, so that several continuations of one prompt differ. `logprobs` asks for alternatives. `text` are the
-    prompt's tokens and `num_drafted` the most to draft in a step.
+    `steering` has forbidden and biased tokens; both are None without `DecoderConfig.penalties`. `index` is folded into
+    the key, so that several continuations of a prompt differ. `logprobs` requests alternatives. `text` has the prompt's
+    tokens; `num_drafted` is the most to draft in a step.
     """
 
     token: Int[Array, ""]
@@ -72,13 +72,13 @@ def request(
     min_tokens: int = 0,
     constrained: bool = False,
 ) -> Request:
-    """Return the request to continue `prompt`, whose tokens but the last are prefilled, by `limit` tokens.
+    """Return the request to continue `prompt` by `limit` tokens; all its tokens but the last must be prefilled.
 
-    The settings are those of `sampling.Sampling`. Stop ids beyond the vocabulary can never be sampled and
-    are left out; more than the decoder keeps raise ValueError. `control` brings numbers of its own, those of
-    `config.controller` by default; one of another structure raises ValueError. At most `num_drafted` tokens are drafted
-    in a step, as many as the decoder can by default. `logit_bias`, `allowed_token_ids`, `bad_words` (as token ids) and
-    `min_tokens` are those of `steering.steering_fields`, and so is whether it is `constrained`.
+    The settings are those of `sampling.Sampling`. Stop ids outside the vocabulary are dropped; more than
+    `config.num_stop_ids` raise ValueError. `control` has the request's numbers (default: `config.controller`); another
+    structure raises ValueError. At most `num_drafted` tokens are drafted in a step (default: the decoder's maximum).
+    `logit_bias`, `allowed_token_ids`, `bad_words` (as token ids), `min_tokens` and `constrained` are those of
+    `steering.steering_fields`.
     """
     laws = config.controller if control is None else control
     if jax.tree.structure(laws) != jax.tree.structure(config.controller):

@@ -1,4 +1,4 @@
-"""What a decoder holds between two steps."""
+"""The state of a decoder between two steps."""
 
 from functools import partial
 
@@ -24,18 +24,17 @@ from et_jax.types import pytree, replace
 
 @pytree
 class DecodeState:
-    """Everything a decoder knows between two steps; a value: copy it, save it, fork it.
+    """The full state of a decoder between two steps; a value that can be copied, saved and forked.
 
-    `token` is the last token, not yet in the cache; `length` counts the tokens that are. `generated`
-    tokens were produced of at most `limit`. A slot pauses when its `allowance` of tokens, set by the host, is spent:
-    it does not age, nor does its noise advance. `laws` holds the numbers of every slot's laws, rules and
-    selectors. `signals` is what was last observed of each slot. `logits` are the last ones, None unless they
-    are kept (`DecoderConfig.keeps`). `text` holds every token of each sequence by its position, prompt included, and
-    `draft` how its drafts fare. `draft_laws` are the laws of their lengths, the same for all slots: the host may set
-    their numbers between two steps. `heavy_blocks` packs those that held the mass of the last token's attention, None
-    unless the model drafts for itself. `plants` are what the models hold, whose pages are those of `table`: the model
-    whose text it is, and the small one where there is one. Where they take turns, `switch` says which of them is
-    active.
+    `token` is the last token, not yet in the cache; `length` counts the cached tokens. `generated` tokens were produced
+    of at most `limit`. A slot pauses when its `allowance` of tokens, set by the host, is used up: it does not age, and
+    its noise does not advance. `laws` has the numbers of every slot's laws, rules and selectors. `signals` are the last
+    observations of each slot. `logits` are the last logits, None unless `DecoderConfig.keeps` has them. `text` has
+    every token of each sequence by position, including the prompt, and `draft` the record of its drafts. `draft_laws`
+    are the laws of draft lengths, the same for all slots; the host may set their numbers between two steps.
+    `heavy_blocks` is a bit mask of the blocks with most of the last token's attention mass, None unless the model
+    drafts for itself. `plants` are the caches of the models, with pages by `table`: the model's own, and those of a
+    small model if there is one. If two models alternate, `switch` has the active model.
     """
 
     token: Int[Array, " b"]
@@ -70,12 +69,12 @@ class DecodeState:
 
     @property
     def num_cached(self) -> Int[Array, " b"]:
-        """Tokens that the pages of each slot hold: of its text so far, less those that compression left out."""
+        """Cached tokens of each slot: those of its text so far, less those that compression dropped."""
         shift = self.plants[MODEL].shift
         return self.length if shift is None else self.length - shift
 
     def with_plant(self, index: int, plant: PlantState) -> "DecodeState":
-        """Return the state with another plant's state in the place of one."""
+        """Return the state with plant `index` replaced."""
         return replace(self, plants=(*self.plants[:index], plant, *self.plants[index + 1 :]))
 
 
@@ -94,7 +93,7 @@ def fresh_control(config: DecoderConfig, laws: Controller, temperature: Float[Ar
 
 
 def empty(config: DecoderConfig) -> DecodeState:
-    """Return the state of a decoder that holds no sequence."""
+    """Return the state of a decoder without sequences."""
     b, v, keeps = config.num_slots, config.model.vocab_size, config.keeps
     laws = slot_laws(config)
 
@@ -137,7 +136,7 @@ def empty(config: DecoderConfig) -> DecodeState:
 
 
 def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> PlantState:
-    """A plant that holds nothing, whose cache `keeps` some things beside keys and values."""
+    """Return an empty plant, whose cache stores `keeps` beside keys and values."""
     cache = kv.empty(
         model.num_layers,
         model.num_kv_heads,
@@ -154,7 +153,7 @@ def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> P
 
 
 def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
-    """The state with what compression must know, where it is asked for."""
+    """Return the state with the fields that compression requires, if it is enabled."""
     how, model, b = config.compression, config.model, config.num_slots
     if how is None:
         return state
@@ -170,11 +169,11 @@ def _compressible(config: DecoderConfig, state: PlantState) -> PlantState:
 
 
 def _adapted(config: DecoderConfig, state: PlantState) -> PlantState:
-    """The state with the adapter of every slot, where there are any."""
+    """Return the state with the adapter number of every slot, if there are adapters."""
     return replace(state, adapter=jnp.zeros(config.num_slots, jnp.int32)) if config.num_adapters else state
 
 
 def wants_drafts(state: DecodeState) -> bool:
-    """Return whether a law of lengths wants something drafted for an active sequence; the device is asked."""
+    """Return whether a draft law asks for drafts of an active sequence; this transfers values from the device."""
     active, draft = jax.device_get((state.active, state.draft))
     return bool(np.any(active & draft.wanted))

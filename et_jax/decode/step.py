@@ -1,4 +1,4 @@
-"""One step: choose, reserve, propose, extend, verify; a sequence gains a token, or several where drafts hold."""
+"""One step: choose, reserve, propose, extend, verify; a sequence gains a token, or several if drafts are accepted."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +34,7 @@ from et_jax.decode.verify import advance, undrafted, verify
 from et_jax.decode.work import Work, by_position, no_work, of_tokens
 from et_jax.types import replace
 
-# Cells of the grid of slots and their tokens for each row that there is: more, and rows are read one by one.
+# The most cells of the grid (slot, token) per row; beyond it, each row attends separately.
 _MOST_CELLS = 3
 
 
@@ -47,15 +47,15 @@ def step(
     chooses: bool = True,
     num_rows: int | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Advance the sequences served by one token, or by several where drafts are accepted.
+    """Advance the batch's sequences by one token, or by several if drafts are accepted.
 
-    choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: no token, and its
-    clock, key and control are unchanged. The output leads with the tokens of the step: one or, with drafts, as many as
-    may be accepted; what the first holds is a step without drafts. Where `config.draft` is None, or without `drafts`,
-    it is such a step, a much smaller program. So is one that never `chooses` blocks: it does the same to sequences that
-    are shorter than their `min_context`. With `num_rows` it serves no more sequences than that, to which it does what a
-    step of `batch` does. Where two models take turns, a step is that of one of them, for the sequences in which it is
-    active.
+    choose -> reserve -> propose -> extend -> verify. A slot that got no page is refused: it gets no token, and its
+    clock, key and control are unchanged. The outputs have a leading axis of the step's tokens: one or, with drafts, as
+    many as may be accepted; the first equals that of a step without drafts. If `config.draft` is None, or without
+    `drafts`, the step is a much smaller program. So is a step that never `chooses` blocks; it gives the same result for
+    sequences shorter than their `min_context`. With `num_rows` a step decodes at most that many sequences, with the
+    same results as a step of `batch`. If two models alternate, a step runs one of them, for the sequences in which it
+    is active.
     """
     check_weights(weights, len(config.plants))
     shared = config.batch
@@ -94,9 +94,9 @@ def step(
 def choose(
     config: DecoderConfig, state: DecodeState, ready: Bool[Array, " b"] | bool = True
 ) -> tuple[DecodeState, Rows]:
-    """Score every slot, and take the `batch` runnable ones of highest priority, of those that are `ready`.
+    """Score every slot, and select the `batch` runnable and `ready` slots of highest priority.
 
-    A priority that is no number comes first, and ends its sequence; the lowest stays above idle slots.
+    A NaN priority ranks first, and ends its sequence; the lowest priority ranks above idle slots.
     """
     runnable = state.runnable & ready
     signals = replace(
@@ -122,7 +122,7 @@ def choose(
 
 @jax.named_scope("reserve")
 def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[pages.PageTable, Rows]:
-    """Find a page for every token to be written; a row that got none does not run."""
+    """Allocate a page for every token to be written; a row without a page does not run."""
     wanted = jnp.where(rows.run, rows.place // config.page_size + 1, 0)
     table, granted = pages.reserve(state.table, rows.spread(config.num_slots, wanted), 1)
     return table, replace(rows, run=rows.run & rows.take(granted))
@@ -130,7 +130,7 @@ def reserve(config: DecoderConfig, state: DecodeState, rows: Rows) -> tuple[page
 
 @jax.named_scope("surprisal")
 def write_surprisals(state: DecodeState, rows: Rows) -> DecodeState:
-    """Return the state with the surprisal of every row's token, where a cache keeps some."""
+    """Return the state with the surprisal of every row's token, if the cache stores surprisals."""
     own = state.plants[MODEL]
     if own.cache.surprisal is None or state.logits is None:
         return state
@@ -144,9 +144,9 @@ def write_surprisals(state: DecodeState, rows: Rows) -> DecodeState:
 def write_drafted_surprisals(
     state: DecodeState, rows: Rows, drafts: Drafts, logits: Float[Array, "w v"], at: Int[Array, "r t1"]
 ) -> DecodeState:
-    """Return the state with the surprisal of every drafted token too, by the `logits` before it, `at` as `laid_out`.
+    """Return the state with the surprisals of drafted tokens under the preceding `logits`, `at` as in `laid_out`.
 
-    A token that is rejected leaves nothing: whatever comes in its place is written over it before it is read.
+    The entry of a rejected token is overwritten before it is read.
     """
     own = state.plants[MODEL]
     if own.cache.surprisal is None:
@@ -173,10 +173,10 @@ def extend_rows(
     *,
     chooses: bool = True,
 ) -> tuple[DecodeState, Float[Array, "r v"], ReadStats]:
-    """Have the model read the rows' tokens as the laws say: the logits of what comes next, and what was read.
+    """Run the model on the rows' tokens under the laws; return the next token's logits and the read statistics.
 
-    A row's slot holds `end` tokens once all rows are written; `at` as in `Chunk`. Which blocks held the mass is noted
-    as `recorded_rows` says. Where none is to be chosen, `chooses` is False.
+    A row's slot contains `end` tokens once all rows are written; `at` as in `Chunk`. The blocks with most attention
+    mass are recorded for `recorded_rows`. `chooses` is False if no blocks are to be selected.
     """
     own, control, laws = state.plants[MODEL], rows.take(state.control), config.controller
     own_laws = rows.take(state.laws)
@@ -210,12 +210,12 @@ def extend_rows(
 def reserve_drafts(
     config: DecoderConfig, how: Drafting, state: DecodeState, rows: Rows, guessed: Drafts | None = None
 ) -> tuple[DecodeState, Int[Array, " r"]]:
-    """Find pages for what is to be drafted, among those left over; a row that got none drafts nothing.
+    """Allocate pages for drafted tokens from the remaining ones; a row without pages drafts nothing.
 
-    Returns how many tokens each row drafts, as far as its sequence does at all: those `guessed` before, or its own.
+    Returns how many tokens each row drafts: those `guessed` before, or as many as its draft law asks for.
     """
     wanted, left, allowance = rows.take((state.draft.length, state.limit - state.generated, state.allowance))
-    if state.heavy_blocks is not None:  # who has noted nothing of the newest token does so first
+    if state.heavy_blocks is not None:  # a row without recorded blocks of its newest token records them first
         wanted = jnp.where(jnp.any(rows.take(state.heavy_blocks) != 0, axis=(1, 2, 3)), wanted, 0)
     if guessed is not None:
         wanted = jnp.where(guessed.count > 0, guessed.count, wanted)
@@ -228,10 +228,10 @@ def reserve_drafts(
 
 
 def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Array, " r"] | int:
-    """How many tokens after the newest one of each row may be verified beside it.
+    """Return how many tokens after the newest token of each row may be verified with it.
 
-    None that a compression would come before; and where selectors go by surprisals none in another block, for such a
-    token would read the newest one's block by surprisals that are not known yet.
+    None may lie past a compression. If selectors use surprisals, none may lie in the next block, because its tokens
+    would attend to the newest block by surprisals that are not known yet.
     """
     ahead: Int[Array, " r"] | int = MOST_DRAFTED
     how = config.compression
@@ -245,9 +245,9 @@ def _room_ahead(config: DecoderConfig, state: DecodeState, rows: Rows) -> Int[Ar
 
 
 def guessed_before(how: Drafting, state: DecodeState, rows: Rows) -> Drafts | None:
-    """Return what a grammar forces, and the guesses of what is asked before the drafter, as many as its law wants.
+    """Return the tokens that a grammar forces, or the drafts of the lookup before the drafter, up to its draft length.
 
-    None where there can be neither.
+    None if there is neither grammar nor lookup.
     """
     found = None
     if how.before is not None and state.draft.before is not None:
@@ -273,9 +273,9 @@ def propose(
     count: Int[Array, " r"],
     guessed: Drafts | None = None,
 ) -> tuple[DecodeState, Drafts]:
-    """Guess the `count` tokens that follow the newest one of every row, or as many of them as there is a guess at.
+    """Draft up to `count` tokens after the newest token of every row.
 
-    Rows that have some `guessed` already take those.
+    Rows with `guessed` tokens use those.
     """
     if guessed is not None:
         known = guessed.count > 0
@@ -290,7 +290,7 @@ def propose(
 
 
 def guesses(how: Drafting, state: DecodeState, rows: Rows, count: Int[Array, " r"]) -> Drafts:
-    """Return what a function of texts guesses of the `count` tokens that follow the newest one of every row."""
+    """Return the drafts of a lookup function: up to `count` tokens after the newest token of every row."""
     assert callable(how.drafter)
     token = how.drafter(rows.take(state.text), rows.position, how.most)
     guessed = jnp.sum(jnp.cumprod(token >= 0, axis=1), axis=1, dtype=jnp.int32)
@@ -306,9 +306,9 @@ def extend_drafted(
     drafts: Drafts,
     reading: Callable[..., tuple[DecodeState, Float[Array, "r v"], ReadStats]],
 ) -> tuple[DecodeState, Float[Array, "w v"], ReadStats, Rows, Int[Array, "r t1"]]:
-    """Extend by the rows and their drafts, `reading` them in the least of the numbers of rows that holds them.
+    """Run the model on the rows and their drafts, by `reading`, in the smallest compiled width that fits them.
 
-    Returns the state, logits and stats of every row, all rows, and which of them each token of a row is.
+    Returns the state, logits and stats of every row, all rows, and the row index of each token of a slot.
     """
     widths = how.widths(config.batch)
     whole, end, at = drafting.laid_out(rows, drafts, widths[-1])
@@ -359,10 +359,10 @@ def worked(own: Work, drafts: Drafts) -> tuple[Work, ...]:
 def _price(
     models: tuple[cost.Model, ...], batch: int, active: Int[Array, ""] | int, stats: ReadStats
 ) -> Float[Array, " r"]:
-    """What a token costs in the eyes of the laws: what was read for it, by the active model's sizes, and a fixed share.
+    """Return a token's cost as laws see it: its cache reads by the active model's sizes, and a fixed share of weights.
 
-    The share of the weights is that of the `batch` sequences that a step may serve, and of experts each token's own are
-    counted, so that what a law decides does not depend on the company.
+    The weights are divided by `batch`, the most sequences of a step, and each token is charged its own experts, so that
+    a law's decisions do not depend on the other sequences in the batch.
     """
     blocks, summaries = stats.blocks_read.astype(jnp.float32), stats.summaries_read.astype(jnp.float32)
     nominal = []

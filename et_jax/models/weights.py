@@ -1,7 +1,7 @@
-"""A weight as a node of a model's tree: what is stored, and the only ways in which a model reads it.
+"""Weights as nodes of a model's tree: their storage forms, and the operations by which a model uses them.
 
-Layers, embedding and head, what a model costs, and its files meet a weight here alone, so that one that is stored in
-another form is another class with these properties and methods.
+Layers, embedding, head, the cost model and the file readers use only these properties and methods, so a new storage
+form is a new class with the same interface.
 """
 
 import math
@@ -22,19 +22,19 @@ from et_jax.types import pytree, static
 T = TypeVar("T")
 
 QUANTIZED = ("int8",)
-"""The forms, besides floats, in which weights may be held here."""
+"""The storage forms of weights besides floats."""
 
-_MOST = 127  # the range of int8 that is the same on both sides of 0
-_WIDEST = (2**31 - 1) // (_MOST * 128)  # inputs of a product whose sum fits 32 bits, if -128 is among the weights
-_ROWS = 1024  # of a matrix that are rounded at a time: float32 copies of a whole embedding would fill memory
+_MOST = 127  # the symmetric range of int8
+_WIDEST = (2**31 - 1) // (_MOST * 128)  # the most inputs of a product whose sum fits 32 bits, with weights of -128
+_ROWS = 1024  # of a matrix that are rounded at a time: a float32 copy of a full embedding would fill memory
 
 
 @pytree
 class Dense:
     """A weight matrix as an array of floats, stored [out, in].
 
-    The matrices of layers in a stack are one array, which leads with the layer axis; the matrices of a layer's experts
-    are one, [expert, out, in].
+    The matrices of stacked layers share an array with a leading layer axis; those of a layer's experts share an array
+    [expert, out, in].
     """
 
     array: Float[Array | np.ndarray, "*l o i"]
@@ -55,35 +55,35 @@ class Dense:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def matmul(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        """Return `x @ weight.T`, accumulated in float32 and left in it.
+        """Return `x @ weight.T`, accumulated and returned in float32.
 
-        Stored [out, in], on CPU the same row gives the same bits among 2 to 1024 rows, but for the last outputs of a
-        float32 product that has 1 to 8 of them past a multiple of 64.
+        Stored [out, in], on CPU a row gives the same bits in any batch of 2 to 1024 rows, except for the last outputs
+        of a float32 product that has 1 to 8 of them past a multiple of 64.
         """
         return jnp.einsum("...i,oi->...o", x, self.array, preferred_element_type=jnp.float32)
 
     def one_of(self, *numbers: int | Int[Array, ""]) -> "Dense":
-        """Return one matrix of several, or with fewer numbers than axes that lead, those of it."""
+        """Return a matrix of several by its indices along the leading axes; fewer indices return several matrices."""
         return Dense(array=_at(self.array, numbers))
 
     def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
-        """Return `x @ weight.T` by several matrices, the first `counts[0]` rows by the first of them, and so on.
+        """Return `x @ weight.T` by several matrices: the first `counts[0]` rows by the first matrix, and so on.
 
-        As `matmul`; 0 in the rows past all of them.
+        Accumulated as in `matmul`; rows past the sum of `counts` are 0.
         """
         return jax.lax.ragged_dot_general(x, self.array, counts, _BY_EXPERT, preferred_element_type=jnp.float32)
 
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
-        """Return the rows of these outputs: of an embedding, those of tokens."""
+        """Return the rows of these outputs; for an embedding, those of tokens."""
         return self.array[ids]
 
 
 @pytree
 class Int8:
-    """A weight matrix as whole numbers of 8 bits, stored [out, in], and a float32 `scale` for each output.
+    """A weight matrix as 8-bit integers, stored [out, in], and a float32 `scale` per output.
 
-    The number that entry [o, i] stands for is `array[o, i] * scale[o]`. `dtype` is that of the rows that `rows`
-    returns, and of the model's other numbers.
+    Entry [o, i] has the value `array[o, i] * scale[o]`. `dtype` is that of the result of `rows`, and of the model's
+    other arrays.
     """
 
     array: Int[Array | np.ndarray, "*l o i"]
@@ -97,14 +97,14 @@ class Int8:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that a product reads, those of the scales among them."""
+        """The bytes that a product reads, including the scales."""
         return sum(math.prod(part.shape) * part.dtype.itemsize for part in (self.array, self.scale))
 
     def matmul(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
-        """Return `x @ weight.T` in float32, each row of `x` rounded to 8 bits too, by a scale of its own.
+        """Return `x @ weight.T` in float32, with each row of `x` also rounded to 8 bits, with its own scale.
 
-        Products are of whole numbers and their sums of 32 bits, so that they are exact: the same row gives the same
-        bits alone and in any company. A row alone is multiplied twice, for which XLA on a CPU has a faster program.
+        Products of integers are summed exactly in 32 bits, so a row gives the same bits in any batch. A single row is
+        duplicated, because XLA on a CPU has a faster program for two rows.
         """
         whole, scale = rounded(x)
         if alone := math.prod(whole.shape[:-1]) == 1:
@@ -115,27 +115,27 @@ class Int8:
         return sums.astype(jnp.float32) * scale[..., None] * self.scale
 
     def one_of(self, *numbers: int | Int[Array, ""]) -> "Int8":
-        """Return one matrix of several, as `Dense.one_of`."""
+        """Return a matrix of several, as `Dense.one_of`."""
         return Int8(array=_at(self.array, numbers), scale=_at(self.scale, numbers), dtype=self.dtype)
 
     def matmul_by(self, x: Float[Array, "n i"], counts: Int[Array, " e"]) -> Float[Array, "n o"]:
-        """Return `x @ weight.T` by several matrices, as `Dense.matmul_by`, in whole numbers as `matmul`."""
+        """Return `x @ weight.T` by several matrices, as `Dense.matmul_by`, in integers as `matmul`."""
         whole, scale = rounded(x)
         sums = jax.lax.ragged_dot_general(whole, self.array, counts, _BY_EXPERT, preferred_element_type=jnp.int32)
         number = jnp.repeat(jnp.arange(len(counts)), counts, total_repeat_length=len(x))
         return sums.astype(jnp.float32) * scale[:, None] * self.scale[number]
 
     def rows(self, ids: Int[Array, "*b"]) -> Float[Array, "*b i"]:
-        """Return the rows of these outputs in `dtype`: of an embedding, those of tokens."""
+        """Return the rows of these outputs in `dtype`; for an embedding, those of tokens."""
         return (self.array[ids].astype(jnp.float32) * self.scale[ids][..., None]).astype(self.dtype)
 
 
 @pytree
 class Adapted:
-    """A weight matrix [out, in] beside which several adapters stand, of which each sequence names one.
+    """A weight matrix [out, in] with several unmerged adapters; each sequence selects an adapter.
 
-    Adapter n adds `b[n]` @ `a[n]`, float32 and scaled; that of number 0 adds nothing. `number` has the adapter of every
-    row of a product, and None stands for 0. Where layers are stacked, all arrays lead with the layer.
+    Adapter n adds `b[n]` @ `a[n]`, float32 and scaled; number 0 adds nothing. `number` has the adapter of every row of
+    a product; None means 0. With stacked layers all arrays have a leading layer axis.
     """
 
     base: Dense | Int8
@@ -155,7 +155,7 @@ class Adapted:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes that a product reads at most: the matrix, and all adapters."""
+        """The most bytes that a product reads: the matrix, and all adapters."""
         return self.base.num_bytes + sum(math.prod(part.shape) * part.dtype.itemsize for part in (self.a, self.b))
 
     def of_rows(self, number: Int[Array, " b"]) -> "Adapted":
@@ -164,7 +164,7 @@ class Adapted:
         return Adapted(base=self.base, a=self.a, b=self.b, number=jnp.broadcast_to(number, (*lead, *number.shape)))
 
     def matmul(self, x: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
-        """Return `x @ weight.T` in float32, with what each row's adapter adds, summed in an order of its own."""
+        """Return `x @ weight.T` in float32 plus each row's adapter term, which `sums.total` sums in a fixed order."""
         found = self.base.matmul(x)
         if self.number is None:
             return found
@@ -174,7 +174,7 @@ class Adapted:
 
 
 def _at(x: Array | np.ndarray, numbers: tuple[int | Int[Array, ""], ...]) -> Array:
-    """What stands at these places of the first axes."""
+    """Return the entries of an array at these indices of its first axes."""
     rest = x.shape[len(numbers) :]
     start = (*numbers, *[0] * len(rest))
     return jax.lax.dynamic_slice(jnp.asarray(x), start, (*[1] * len(numbers), *rest)).reshape(rest)
@@ -185,28 +185,28 @@ _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
 )
 
 Weight = Dense | Int8
-"""A weight of any kind that a model may hold."""
+"""A weight of any storage form."""
 
 Matrix = Weight | Adapted
-"""A weight that adapters may stand beside: of attention, a feed-forward or the head."""
+"""A weight that may have adapters: of attention, a feed-forward or the head."""
 
 
 def rounded(x: Float[Array, "*b i"]) -> tuple[Int[Array, "*b i"], Float[Array, "*b"]]:
-    """Return each row as whole numbers from -127 to 127, and the scales that take them back, float32.
+    """Return each row as integers from -127 to 127, and the float32 scales that convert them back.
 
-    A row that holds a NaN or an infinity has such a scale.
+    A row with a NaN or an infinity has such a scale.
     """
     x = x.astype(jnp.float32)
-    # as bits: the largest of whole numbers is the same everywhere, where that of floats may lose a NaN on a CPU
+    # the maximum of the bits, as integers: on a CPU the maximum of floats may lose a NaN
     bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32).max(axis=-1)
     scale = jax.lax.bitcast_convert_type(bits, jnp.float32) / _MOST
     return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
 
 
 def to_int8(weight: Float[np.ndarray, "*l o i"], dtype: DTypeLike) -> Int8:
-    """Return a matrix, or several, in 8 bits: each output's numbers are rounded to 127ths of the largest of them.
+    """Return a matrix, or several, in 8 bits: each output's numbers are rounded to 127ths of the largest magnitude.
 
-    Raises ValueError for rows so long that a sum of 32 bits might not hold a product with one.
+    Raises ValueError for rows so long that a product may overflow a sum of 32 bits.
     """
     if weight.shape[-1] > _WIDEST:
         raise ValueError(f"weight: got {weight.shape[-1]} inputs, wanted at most {_WIDEST} for sums of 32 bits")
@@ -215,14 +215,14 @@ def to_int8(weight: Float[np.ndarray, "*l o i"], dtype: DTypeLike) -> Int8:
     for begin in range(0, len(outputs), _ROWS):
         part, rows = outputs[begin : begin + _ROWS].astype(np.float32), slice(begin, begin + _ROWS)
         scale[rows] = np.abs(part).max(axis=-1) / np.float32(_MOST)
-        with np.errstate(invalid="ignore"):  # of what is not finite: the scale says so
+        with np.errstate(invalid="ignore"):  # rows that are not finite have such a scale
             array[rows] = np.rint(part / np.where(scale[rows] > 0, scale[rows], 1)[:, None])
     shape = weight.shape
     return Int8(array=array.reshape(shape), scale=scale.reshape(shape[:-1]), dtype=np.dtype(dtype))
 
 
 def with_adapters(tree: T, number: Int[Array, " b"]) -> T:
-    """Return weights of which each row of a product has the adapter of this number."""
+    """Return weights in which each row of a product uses the adapter of this number."""
 
     def changed(node: Any) -> Any:
         return node.of_rows(number) if isinstance(node, Adapted) else node
@@ -231,7 +231,7 @@ def with_adapters(tree: T, number: Int[Array, " b"]) -> T:
 
 
 def quantized(tree: Any, dtype: DTypeLike) -> Any:
-    """Return a tree of float weights with its matrices in 8 bits, and the arrays that are no part of one in `dtype`."""
+    """Return a tree of float weights with its matrices in 8 bits, and its other arrays in `dtype`."""
 
     def changed(node: Any) -> Any:
         if is_weight(node):
@@ -242,17 +242,17 @@ def quantized(tree: Any, dtype: DTypeLike) -> Any:
 
 
 def by_rows(x: Any) -> Sharding | Format:
-    """Return the place of an array of a weight that is looked up in: on a TPU with its layout, by rows.
+    """Return the placement of an array whose rows are looked up: on a TPU with a row-major layout.
 
-    XLA lays a matrix of a multiple of 128 rows out by columns on a TPU, where their length is no such multiple, and
-    then copies it whole, by rows, in every step.
+    On a TPU, XLA stores a matrix column-major if its number of rows is a multiple of 128 and their length is not, and
+    then copies all of it to row-major in every step.
     """
     on_tpu = all(device.platform == "tpu" for device in x.sharding.device_set)
     return Format(Layout(major_to_minor=(0, 1)), x.sharding) if on_tpu and x.ndim == 2 else x.sharding
 
 
 def looked_up(weight: T) -> T:
-    """Return a weight on a device as it lies there where its rows are looked up (`by_rows`)."""
+    """Return a weight on a device with the layout for row lookups (`by_rows`)."""
 
     def laid(x: Array) -> Array:
         place = by_rows(x)
@@ -262,7 +262,7 @@ def looked_up(weight: T) -> T:
 
 
 def nodes(tree: Any) -> list[Any]:
-    """Return the weights of a tree, and the arrays that are no part of one, each with `shape` and `dtype`."""
+    """Return the weights of a tree, and its other arrays, each with `shape` and `dtype`."""
     return jax.tree.leaves(tree, is_leaf=is_weight)
 
 
@@ -272,7 +272,7 @@ def is_weight(node: Any) -> bool:
 
 
 def num_bytes(tree: Any) -> int:
-    """Return the bytes that a tree holds: those of its weights, and of the arrays that are no part of one."""
+    """Return the bytes of a tree: those of its weights and of its other arrays."""
     return sum(
         node.num_bytes if isinstance(node, Matrix) else math.prod(node.shape) * node.dtype.itemsize
         for node in nodes(tree)
@@ -280,10 +280,10 @@ def num_bytes(tree: Any) -> int:
 
 
 def num_numbers(tree: Any) -> int:
-    """Return how many numbers the weights of a tree stand for, and its other arrays hold."""
+    """Return the number of parameters in a tree's weights and other arrays."""
     return sum(math.prod(node.shape) for node in nodes(tree))
 
 
 def path_of_weight(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the path of a leaf; of the array of a dense weight, that of the weight, which it is named by in files."""
+    """Return the path of a leaf; for the array of a dense weight, that of the weight, whose name files use."""
     return path[:-1] if path and path[-1] == GetAttrKey("array") else path

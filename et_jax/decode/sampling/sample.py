@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, truncation, one sampled token, and what is observed on the way."""
+"""From logits to a token: temperature, truncation, sampling, and the signals measured on the way."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ from et_jax.types import pytree, replace
 
 @pytree
 class Sampled:
-    """A token per row, the temperature it was drawn at, and the signals with those of sampling filled in.
+    """A token per row, its temperature, and the signals with those of sampling filled in.
 
-    `moments` are those of the logits it was drawn from, after penalties and at that temperature.
+    `moments` are those of the logits after penalties, at that temperature.
     """
 
     token: Int[Array, " r"]
@@ -36,10 +36,10 @@ def sample(
     signals: Signals,
     raw: entropy.Moments,
 ) -> Sampled:
-    """Penalise, set the temperature, truncate, sample; measure what was sampled.
+    """Apply penalties, temperature and truncation, sample a token, and measure the signals.
 
-    `raw` are the moments of the model's own `logits`. Passes over the vocabulary are skipped where no row needs
-    them; a row that needs none has the same bits whether its neighbours do or not.
+    `raw` are the moments of the model's own `logits`. Passes over the vocabulary are skipped if no row requires them. A
+    row that requires none has the same bits whether other rows do or not.
     """
     settings, control = rows.take(state.sampling), rows.take(state.control)
     penalised = _altered(state, rows, settings)
@@ -63,9 +63,9 @@ def sample(
 
 
 def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position: Int[Array, " r"]) -> Int[Array, " r"]:
-    """Return what the small model would say at `position`, drawn as its request has the model draw.
+    """Return the small model's token at `position`, sampled with the request's settings.
 
-    The temperature is the last one decided: a rule that probes the token itself is asked of the model alone.
+    The temperature is the last one decided; a temperature rule that probes the logits runs only for the large model.
     """
     settings = rows.take(state.sampling)
     altered = _alter(state, rows, logits, settings, _altered(state, rows, settings))
@@ -75,7 +75,7 @@ def guess(state: DecodeState, rows: Rows, logits: Float[Array, "r v"], position:
 
 
 def _altered(state: DecodeState, rows: Rows, settings: Sampling) -> Bool[Array, " r"]:
-    """Which rows have logits that are not the model's own: by penalties, or by steering."""
+    """Return which rows have penalties or steering, so that their logits differ from the model's own."""
     steered = rows.take(state.steering.on) if state.steering is not None else False
     return rows.run & (sampling.penalises(settings) | steered)
 
@@ -83,7 +83,7 @@ def _altered(state: DecodeState, rows: Rows, settings: Sampling) -> Bool[Array, 
 def _alter(
     state: DecodeState, rows: Rows, logits: Float[Array, "r v"], settings: Sampling, altered: Bool[Array, " r"]
 ) -> Float[Array, "r v"]:
-    """The logits after penalties and steering; both are worked out only where a row asks for one of them."""
+    """Return the logits after penalties and steering, which are computed only if a row uses them."""
     counts, steering = state.counts, state.steering
     if counts is None or steering is None:
         return logits
@@ -103,9 +103,9 @@ def _alter(
 def constrained_entropy(
     state: DecodeState, rows: Rows, logits: Float[Array, "r v"], temperature: float, whole: Float[Array, " r"]
 ) -> Float[Array, " r"]:
-    """Return the entropy of the tokens that grammar and allowed tokens leave, at a temperature, in nats.
+    """Return the entropy over the tokens that grammar and allowed tokens permit, at a temperature, in nats.
 
-    It is `whole`, that of all tokens, where a row is not steered.
+    For a row without steering it is `whole`, the entropy over all tokens.
     """
     if state.steering is None:
         return whole
@@ -126,7 +126,7 @@ def _heat(
     signals: Signals,
     control: ControlState,
 ) -> Float[Array, " r"]:
-    """The temperature of every row: that of the laws or of the temperature rule, 0 where the request is greedy."""
+    """Return the temperature of every row: that of the laws or of the temperature rule, 0 for greedy requests."""
     heat = control.temperature
     if rule is not None:
 
@@ -147,7 +147,7 @@ def _heat(
 def _tempered(
     logits: Float[Array, "r v"], temperature: Float[Array, " r"], penalised: Bool[Array, " r"], raw: entropy.Moments
 ) -> entropy.Moments:
-    """The moments at each row's temperature, 1 where it is greedy; `raw` where it says that already."""
+    """Return the moments at each row's temperature, 1 for greedy rows; `raw` if they are the same."""
     warm = jnp.where(temperature > 0, temperature, 1.0)
     known = (warm == 1.0) & ~penalised
 
@@ -161,7 +161,7 @@ def _tempered(
 def _truncated_entropy(
     truncated: Truncated, temperature: Float[Array, " r"], settings: Sampling, whole: Float[Array, " r"]
 ) -> Float[Array, " r"]:
-    """Entropy after truncation, in nats; `whole`, the entropy before it, where a row is not cut."""
+    """Return the entropy after truncation, in nats; for rows without truncation `whole`, the entropy before it."""
     is_cut = (truncated.cut > -jnp.inf) | (settings.typical_p < 1)
 
     def measure() -> Float[Array, " r"]:

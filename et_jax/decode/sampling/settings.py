@@ -1,4 +1,4 @@
-"""One token from logits: penalties, and a race with the noise of the request's own key; `truncation` is between."""
+"""Sampling settings, penalties on logits, and the exponential race that samples a token with the request's noise."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from et_jax.types import pytree, replace
 
 @pytree
 class Sampling:
-    """What a request asks of sampling, one row per slot.
+    """The sampling settings of requests, a row per slot.
 
     `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `top_n_sigma` 0, `typical_p` 1,
     `eta_cutoff` 0, `top_h` 0, `p_less` False, `repetition_penalty` 1, `presence_penalty` and `frequency_penalty` 0. The
@@ -36,14 +36,14 @@ class Sampling:
 
 @pytree
 class TokenCounts:
-    """What each slot has seen, for penalties: prompt tokens, generated counts."""
+    """The tokens of each slot, for penalties: which are in the prompt, and counts of generated ones."""
 
     in_prompt: Bool[Array, "*b v"]
     generated: Int[Array, "*b v"]
 
 
 def plain(shape: tuple[int, ...]) -> Sampling:
-    """Return settings that ask for nothing, greedy."""
+    """Return greedy settings with everything off."""
     zeros, ones = jnp.zeros(shape, jnp.float32), jnp.ones(shape, jnp.float32)
     return Sampling(
         temperature=zeros,
@@ -69,10 +69,10 @@ def penalises(sampling: Sampling) -> Bool[Array, "*b"]:
 
 
 def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCounts) -> Float[Array, "b v"]:
-    """Return logits after the penalties that the requests ask for.
+    """Return logits after the requests' penalties.
 
-    Repetition counts prompt and text (Keskar et al. 2019); presence and frequency count the text alone,
-    as the OpenAI API defines them.
+    Repetition counts prompt and generated tokens (Keskar et al. 2019); presence and frequency count only generated
+    tokens, as in the OpenAI API.
     """
     seen = counts.in_prompt | (counts.generated > 0)
     repetition = sampling.repetition_penalty[:, None]
@@ -84,13 +84,13 @@ def penalise(logits: Float[Array, "b v"], sampling: Sampling, counts: TokenCount
 def count(
     counts: TokenCounts, rows: Int[Array, " r"] | None, token: Int[Array, " r"], produced: Bool[Array, " r"]
 ) -> TokenCounts:
-    """Return the counts after one more token in every one of `rows` (None: all) where one was produced."""
+    """Return the counts after adding `token` to each of `rows` (None: all) that `produced` one."""
     rows = jnp.arange(token.shape[0]) if rows is None else rows
     return replace(counts, generated=counts.generated.at[rows, token].add(produced.astype(jnp.int32)))
 
 
 def fold_key(sampling: Sampling, number: Int[Array, ""]) -> Sampling:
-    """Return one request's settings with `number` folded into its key."""
+    """Return a request's settings with `number` folded into its key."""
     key = jax.random.fold_in(jax.random.wrap_key_data(sampling.key, impl="threefry2x32"), number)
     return replace(sampling, key=jax.random.key_data(key))
 
@@ -102,11 +102,11 @@ def sample_token(
     key: UInt32[Array, "b 2"],
     position: Int[Array, " b"],
 ) -> Int[Array, " b"]:
-    """Return one token per row, sampled from softmax(logits / temperature) over logits >= cut.
+    """Return a token per row, sampled from softmax(logits / temperature) over logits >= cut.
 
-    The winner of a race: the greatest weight / E, with the noise E of `race_noise` for the key and the position that
-    the token will have. Greedy where the temperature is 0: the first of the greatest. Noise is made if any row is warm,
-    for the whole vocabulary: on a CPU, gathering the few tokens that a cut leaves takes longer than their noise.
+    It is the winner of a race: the greatest weight / E, with the noise E of `race_noise` for the key and the token's
+    position. At temperature 0 it is the first greatest logit. Noise is computed if any row has a temperature above 0,
+    for the full vocabulary: on a CPU, gathering the few tokens that a cut leaves takes longer than their noise.
     """
     warm = temperature > 0
 
@@ -120,12 +120,12 @@ def sample_token(
 
 
 def divisor(temperature: Float[Array, " b"]) -> Float[Array, " b"]:
-    """Return what logits are divided by, 1 where the temperature is 0."""
+    """Return the divisor of logits, 1 if the temperature is 0."""
     return jnp.where(temperature > 0, jnp.clip(temperature, *HEAT), 1.0)
 
 
 def _first_of_greatest(score: Float[Array, "b v"]) -> Int[Array, " b"]:
-    """The argmax of every row: XLA's own takes over ten times as long on a CPU."""
+    """Return the argmax of every row; XLA's own takes over ten times as long on a CPU."""
     last = score.shape[-1] - 1
     peak = jnp.max(score, axis=-1, keepdims=True)
     return jnp.min(jnp.where(score == peak, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)

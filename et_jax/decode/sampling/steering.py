@@ -1,4 +1,4 @@
-"""Tokens that a request forbids, allows or favours: what is done to its logits before a token is drawn."""
+"""Forbidden, allowed, forced and biased tokens of a request, applied to its logits before sampling."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,24 +10,24 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from et_jax.control.base import unpack_blocks
 from et_jax.types import pytree
 
-MOST_BIASED = 300  # tokens with a bias,
+MOST_BIASED = 300  # tokens with a bias
 MOST_WORDS, WORD_TOKENS = 64, 8  # sequences of several tokens that are forbidden, and the tokens of each
-MOST_FORCED = 16  # tokens that a grammar forces, one after the other, before the host is asked again
+MOST_FORCED = 16  # consecutive tokens that a grammar forces before the host sets the next ones
 UNLIMITED = 2**31 - 1
-"""The allowance of a slot whose tokens need nothing from the host."""
+"""The allowance of a slot without a grammar, which the host need not renew."""
 
 
 @pytree
 class Steering:
-    """What a request forbids and favours, one row per slot; `on` is False where that is nothing.
+    """Forbidden, allowed and biased tokens, a row per slot; `on` is False for a request without any.
 
-    Bit i of `allowed[j]` says whether token 32 j + i may be drawn. `bias` is added to the logits of the tokens
-    `bias_ids`, which are padded with the size of the vocabulary. `words` are sequences of tokens of which the last must
-    not follow the others; they end at the last place and are padded with -1. No end token is drawn before `min_tokens`,
-    unless nothing else may be.
+    Bit i of `allowed[j]` is set if token 32 j + i is permitted. `bias` is added to the logits of the tokens `bias_ids`,
+    which are padded with the size of the vocabulary. `words` are token sequences whose last token must not follow the
+    others; they are right-aligned and padded with -1. End tokens are not sampled before `min_tokens`, unless no other
+    token is permitted.
 
-    Under a grammar the host sets an allowance, `forced` and `next`: the next tokens are those forced, which end at the
-    last place, and the one after them is of those whose bits are in `next` too. So the allowance is that many and one.
+    Under a grammar the host sets an allowance, `forced` and `next`: the next tokens are the right-aligned `forced`
+    ones; the token after them must also have its bit in `next`. The allowance is the number of forced tokens plus one.
     """
 
     on: Bool[Array, "*b"]
@@ -41,7 +41,7 @@ class Steering:
 
 
 def none(shape: tuple[int, ...], vocab_size: int) -> Steering:
-    """Return what forbids and favours nothing."""
+    """Return steering without effect."""
     every = jnp.full((*shape, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32)
     return Steering(
         on=jnp.zeros(shape, bool),
@@ -64,11 +64,11 @@ def steering_fields(
     min_tokens: int,
     constrained: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields of `Steering` for one request, of numpy. A word of one token is never drawn.
+    """Return the fields of `Steering` for a request, as numpy arrays. A word of a single token is never sampled.
 
-    A request that is `constrained` is told what it may draw from step to step, besides.
+    A `constrained` request has a grammar, for which the host sets the permitted tokens from burst to burst.
 
-    Raises ValueError for more biases, words or tokens of a word than there is room for.
+    Raises ValueError for more biases, words or tokens of a word than supported.
     """
     several = [word for word in words if len(word) > 1]
     for name, got, most in (
@@ -99,7 +99,7 @@ def steering_fields(
 def allowed_bits(
     vocab_size: int, allowed: Iterable[int] | None, words: Iterable[Sequence[int]]
 ) -> UInt32[np.ndarray, " w"]:
-    """Return `Steering.allowed` of a request: the tokens `allowed`, None for all, without words of one token."""
+    """Return `Steering.allowed` of a request: the tokens `allowed`, None for all, without single-token words."""
     may = np.ones(-(-vocab_size // 32) * 32, bool)
     if allowed is not None:
         may[:] = False
@@ -109,7 +109,7 @@ def allowed_bits(
 
 
 def may_draw(steering: Steering, allowance: Int[Array, " r"], vocab_size: int) -> Bool[Array, "r v"]:
-    """Return the tokens that each row may draw by its grammar and its allowed tokens."""
+    """Return the tokens that each row's grammar and allowed tokens permit."""
     may = unpack_blocks(steering.allowed & steering.next)[:, :vocab_size]
     forced, count = forced_ahead(steering, allowance, 1)
     return jnp.where(count[:, None] > 0, jnp.arange(vocab_size, dtype=jnp.int32) == forced, may)
@@ -118,7 +118,7 @@ def may_draw(steering: Steering, allowance: Int[Array, " r"], vocab_size: int) -
 def forced_ahead(
     steering: Steering, allowance: Int[Array, " r"], most: int
 ) -> tuple[Int[Array, "r t"], Int[Array, " r"]]:
-    """Return the next tokens of each row of which the first are forced, and how many of these `most` are."""
+    """Return the next `most` tokens of each row, and how many of them, from the first on, are forced."""
     left = jnp.where(allowance <= MOST_FORCED + 1, jnp.maximum(allowance - 1, 0), 0)
     place = MOST_FORCED - left[:, None] + jnp.arange(most, dtype=jnp.int32)
     token = jnp.take_along_axis(steering.forced, jnp.minimum(place, MOST_FORCED - 1), axis=1)
@@ -133,10 +133,10 @@ def steer(
     recent: Int[Array, "r l1"],
     may: Bool[Array, "r v"],
 ) -> Float[Array, "r v"]:
-    """Return the logits as the requests want them, -inf where a token must not be drawn; `may` is that of `may_draw`.
+    """Return the biased logits, with -inf for tokens that are not permitted; `may` is the result of `may_draw`.
 
-    `generated` tokens were drawn before, of which `recent` are the last, with those of the prompt before them and -1
-    before that. Where nothing at all would be left of a row, its words are drawn nevertheless.
+    `generated` tokens were sampled before. `recent` are the last tokens of prompt and text, padded with -1 in front. If
+    forbidden words leave no token of a row, they are permitted.
     """
     size = logits.shape[-1]
     rows = jnp.arange(len(logits))[:, None]
@@ -152,6 +152,6 @@ def steer(
 
 
 def recent_tokens(text: Int[Array, "b n"], slot: Int[Array, " r"], position: Int[Array, " r"]) -> Int[Array, "r l1"]:
-    """Return the last tokens up to `position` of each row's text, -1 where there is none."""
+    """Return the last tokens up to `position` of each row's text, padded with -1."""
     place = position[:, None] + jnp.arange(2 - WORD_TOKENS, 1, dtype=jnp.int32)
     return jnp.where(place >= 0, text[slot[:, None], jnp.maximum(place, 0)], -1)

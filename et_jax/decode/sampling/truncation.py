@@ -1,7 +1,7 @@
-"""Which tokens may be drawn: truncations, each by a threshold on the logits or by a distance from the entropy.
+"""Truncations of the token distribution, each by a threshold on the logits or by a distance from the entropy.
 
-Nothing sorts the vocabulary. A threshold keeps the tokens whose logit reaches it, ties together. Thresholds are
-bisected over the ordered bit patterns of float32, so they are exact.
+Nothing sorts the vocabulary. A threshold keeps the tokens whose logit reaches it, including ties. Thresholds are found
+by bisection over the ordered bit patterns of float32, so they are exact.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from et_jax.decode.sampling.settings import Sampling, divisor
 from et_jax.sums import total
 
-_ROWS_TOGETHER = 4  # rows of logits that a CPU truncates together: it passes over those rows alone that ask for it
+_ROWS_TOGETHER = 4  # rows per tile on a CPU, which processes only rows with the truncation
 
 
 class Truncated(NamedTuple):
-    """The logits of the tokens that may be drawn: those of `logits` from `cut` on, of which there is one at least."""
+    """Truncated logits: the tokens with `logits` >= `cut` may be sampled, at least one per row."""
 
     logits: Float[Array, "b v"]
     cut: Float[Array, " b"]
@@ -31,9 +31,9 @@ def truncate(
     least: Float[Array, " b"],
     own: Float[Array, "b v"],
 ) -> Truncated:
-    """Return what is left of each row by `least` and by every truncation that its request asks for.
+    """Return each row truncated by `least` and by every truncation of its request.
 
-    `own` are the logits as the model gives them, of which those given are left by penalties and biases.
+    `own` are the model's raw logits; `logits` are those after penalties and biases.
 
     With p = softmax(logits / temperature) and its entropy H in nats, a token is kept
     - by `top_k`, and by `top_p` among those, if it is one of the k likeliest, or of the likeliest of that mass;
@@ -46,8 +46,8 @@ def truncate(
       (Baghaei Potraghloo et al. 2025, Top-H);
     - by `typical_p`, if it is one of the tokens of that mass whose surprisal is nearest to H (Meister et al. 2023).
 
-    Where none is kept by all, the likeliest is drawn, under `typical_p` the likeliest of those it keeps. Rows that are
-    greedy or ask for nothing get `least`; passes are made for rows that ask for them.
+    If no token passes all of them, the likeliest is kept, under `typical_p` the likeliest that it keeps. Rows that are
+    greedy or without truncation get `least`; passes over the vocabulary are made only for rows that require them.
     """
     asks = temperature > 0
     peak = jnp.max(logits, axis=-1)
@@ -72,7 +72,7 @@ def _by_rank_and_share(
     heat: Float[Array, " b"],
     sampling: Sampling,
 ) -> Float[Array, " b"]:
-    """The strictest threshold of top-k, top-p of what top-k kept, and min-p."""
+    """Return the strictest threshold of top-k, top-p after top-k, and min-p."""
     wants_k = asks & (sampling.top_k > 0) & (sampling.top_k < logits.shape[-1])
     wants_p = asks & (sampling.top_p < 1.0)
 
@@ -101,7 +101,7 @@ def _by_entropy(
     sampling: Sampling,
     own: Float[Array, "b v"],
 ) -> Truncated:
-    """What is left by the truncations that go by the shape of the distribution."""
+    """Apply the truncations that depend on the shape of the distribution."""
     present = logits > -jnp.inf
     u = jnp.where(present, (logits - peak[:, None]) / heat[:, None], 0.0)
     weight = jnp.where(present, jnp.exp(u), 0.0)
@@ -142,14 +142,14 @@ def _by_entropy(
 
 
 def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[Array, " t"]]) -> Float[Array, " b"]:
-    """Return what `find` says of the rows that are `wanted`, -inf for the rest, which cost nothing on a CPU.
+    """Return the result of `find` for the rows `wanted`, -inf for the others, which take no time on a CPU.
 
-    There `find` is asked of a few rows at a time, elsewhere of all at once if any is wanted.
+    On a CPU `find` runs on tiles of a few rows, on other platforms on all rows at once if any is wanted.
     """
     b, size = wanted.shape[0], _ROWS_TOGETHER
 
     def all_at_once() -> Float[Array, " b"]:
-        # no loop of one trip at most: XLA takes what no trip changes out of it, and does it for no trip too
+        # not a loop of at most one iteration: XLA hoists its invariant code, and runs that with no iteration too
         every, nothing = jnp.arange(b, dtype=jnp.int32), jnp.full(b, -jnp.inf, jnp.float32)
         return jax.lax.cond(jnp.any(wanted), lambda: find(every), lambda: nothing)
 
@@ -183,9 +183,9 @@ def _cut(logits: Float[Array, "b v"], weight: Float[Array, "b v"], goal: Float[A
 
 
 def _lowest(logits: Float[Array, "b v"], fine: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]) -> Float[Array, " b"]:
-    """Return the least logit x of each row such that the tokens with logit >= x are `fine`; else the greatest.
+    """Return the least logit x of each row such that the tokens with logit >= x are `fine`; otherwise the greatest.
 
-    A set that is fine is so without its least tokens.
+    `fine` must be monotone: a set that is fine stays so without its least tokens.
     """
     keys = _ordered(logits)
 
