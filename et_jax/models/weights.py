@@ -164,7 +164,7 @@ class Adapted:
         return Adapted(base=self.base, a=self.a, b=self.b, number=jnp.broadcast_to(number, (*lead, *number.shape)))
 
     def matmul(self, x: Float[Array, "b t i"]) -> Float[Array, "b t o"]:
-        """Return `x @ weight.T` in float32 plus each row's adapter term, which `sums.total` sums in a fixed order."""
+        """Return `x @ weight.T` in float32 plus each row's adapter term, which `sums.total` sums."""
         found = self.base.matmul(x)
         if self.number is None:
             return found

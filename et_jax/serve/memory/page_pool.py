@@ -197,7 +197,7 @@ class PagePool:
         if self._prefixes is not None:
             self._prefixes.unlock(claim.locked)
 
-    # Compression.
+    # What is compressed.
 
     @property
     def steps_to_point(self) -> int | None:
