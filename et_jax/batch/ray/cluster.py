@@ -31,11 +31,11 @@ _SETTINGS = {  # of Ray, where the user has none: no word to anyone outside, nor
 }
 
 Resources = Mapping[str, float]
-"""What one actor holds, in Ray's names: `{"CPU": 4, "GPU": 1}`."""
+"""The resources of an actor, by Ray's names: `{"CPU": 4, "GPU": 1}`."""
 
 
 def ray() -> Any:
-    """Return the module `ray`, with `ray.data`. Raises UsageError where it is not installed."""
+    """Return the module `ray`, with `ray.data`. Raises UsageError if it is not installed."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
@@ -46,7 +46,7 @@ def ray() -> Any:
 
 
 def check_resources(given: Any) -> Resources:
-    """Return what an actor holds, a CPU by default. Raises UsageError."""
+    """Return the resources of an actor, by default a CPU. Raises UsageError."""
     if not isinstance(given, Mapping):
         raise UsageError(f'resources is {values.shown(given)}; it must be amounts by name, such as {{"CPU": 4}}.')
     checked = {"CPU": 1.0} | {str(name): values.number(f"resources.{name}", amount) for name, amount in given.items()}
@@ -90,7 +90,7 @@ _ADVICE = "see with `ray status` whether it runs, and give --ray-address its hos
 
 
 def _check_joins(address: str) -> None:
-    """Find out that a cluster can be joined, in a process that can be ended: Ray itself would wait for minutes."""
+    """Check in a separate process with a time limit that a cluster can be joined; Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise UsageError(f"--ray-address is {address}; it must be the host:port of a cluster's head.")

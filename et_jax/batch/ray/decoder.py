@@ -31,11 +31,11 @@ _THREADS = 64
 _ONE_TEXT = {"n", "logprobs", "top_logprobs"}  # settings for which a row of a dataset has no place
 _COUNTS = ("prompt_tokens", "completion_tokens")
 COLUMNS = ("text", "finish_reason", *_COUNTS, "seed", "entropic", "error")
-"""The columns that decoding adds; where there is a `seed`, it stays what it is."""
+"""The columns that decoding adds; an existing `seed` column is unchanged."""
 
 
 def ready(config: EngineConfig) -> Serving:
-    """Return the model of a configuration, every program compiled."""
+    """Return the model of a configuration, with every program compiled."""
     model = load(**config.given)
     model.warm_up()
     return model
@@ -48,7 +48,7 @@ def rows_of_block(config: EngineConfig) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of an entry: completions of a task, or an error, its code and its sentence."""
+    """The result of an entry: completions of a task, or an error with code and message."""
 
     entry: Entry
     task: Task | None = None
@@ -73,7 +73,7 @@ class Engine:
         self._nats = 0.0
 
     async def within(self, serve: Callable[[Any], R], block: Any) -> R:
-        """Return what serving a block in a thread of its own gives, beside the other blocks."""
+        """Return the results of a block, decoded in a separate thread concurrently with other blocks."""
         if not self._blocks:
             self._began = time.monotonic()
         self._blocks += 1
@@ -86,7 +86,7 @@ class Engine:
                 print(self.told(), flush=True)
 
     def answers(self, entries: Sequence[Entry]) -> list[Answer]:
-        """Serve the entries of a block; return what came of each, in the order in which they ended."""
+        """Decode the entries of a block; return the result of each, in the order in which they ended."""
         found: list[Answer] = []
 
         def ended(task: Task, completions: list[Completion]) -> None:
@@ -106,7 +106,7 @@ class Engine:
         return found
 
     def told(self) -> str:
-        """Return what the engine has done so far, for a person."""
+        """Return a readable summary of the engine's work so far."""
         metrics, seconds = self.model.metrics, max(self._seconds, 1e-9)
         idle = idle_share(metrics.step_rows, metrics.idle_rows)
         return (
@@ -116,7 +116,7 @@ class Engine:
 
 
 def idle_share(rows: int, idle: int) -> str:
-    """Return the words on the share of slots that were idle, none where no rows were counted."""
+    """Return a phrase on the share of idle slots, empty if no rows were counted."""
     return f"; {100 * idle / rows:.1f}% of slots idle" if rows else ""
 
 
@@ -142,7 +142,7 @@ class Decoder(Engine):
         yield await self.within(self._decoded, batch)
 
     def _decoded(self, table: Any) -> Any:
-        """Return a table with the columns of what was decoded beside its own."""
+        """Return a table with the columns of the results added."""
         arrow = importlib.import_module("pyarrow")
         if not isinstance(table, arrow.Table):
             raise UsageError('Decoder takes tables of Arrow; give map_batches batch_format="pyarrow".')
@@ -161,7 +161,7 @@ class Decoder(Engine):
         return table
 
     def _entry(self, number: int, row: Mapping[str, Any]) -> Entry:
-        """Return a row as the line of a batch file that it amounts to."""
+        """Return a row as the equivalent line of a batch file."""
         given, problem = {}, None
         try:
             given = {name: plain(value) for name, value in row.items() if name in SETTINGS | {self._prompt, self._id}}

@@ -34,7 +34,7 @@ _HIDDEN = (".", "_")  # how files begin that are no shards: _SUCCESS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Which cluster, at "host:port" or one of this machine alone, how many actors, and what each holds."""
+    """The cluster, at "host:port" or only this machine, the number of actors, and the resources of each."""
 
     address: str | None = None
     actors: int = 1
@@ -163,12 +163,12 @@ class Sums:
 
     @property
     def done(self) -> int:
-        """Lines that have a row."""
+        """The number of lines with a row."""
         return self.before + self.answered + self.refused
 
     @property
     def rates(self) -> str:
-        """Tokens and nats a second of the whole job."""
+        """Tokens and nats per second of the full job."""
         seconds = max(time.monotonic() - self.began, 1e-9)
         return f"{self.tokens / seconds:.1f} tokens/s, {self.nats / seconds:.1f} nats/s"
 
@@ -231,7 +231,7 @@ def run(
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Make a folder where there is none; where the job is refused before a row is written, it goes again."""
+    """Create a folder if it does not exist; remove it again if the job fails before a row is written."""
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def _serve(
     defaults: Defaults,
     fleet: Fleet,
 ) -> None:
-    """Have the lines of shards answered, and append every row to the journal of its shard as it comes."""
+    """Decode the lines of shards, and append every row to the journal of its shard when it arrives."""
     shown = module.data.DataContext.get_current()
     shown.enable_rich_progress_bars, shown.use_ray_tqdm = True, False  # bars on a terminal by what is installed
     lines = module.data.from_items(items, override_num_blocks=len(items)).map_batches(
@@ -280,7 +280,7 @@ def _serve(
 
 
 def _record(row: _Row, journals: Sequence[Journal], sums: Sums) -> None:
-    """Append a row that came to its journal, once, whatever Ray does twice. Raises UsageError for a fault."""
+    """Append a row to its journal once, even if Ray delivers it twice. Raises UsageError for a fault."""
     if row.fault:
         raise UsageError(row.fault)
     journal, answer = journals[row.shard], json.loads(row.row)
