@@ -99,7 +99,7 @@ def load(
     `control` is a preset's name or a Controller (see `presets.preset`). `draft` enables speculative decoding, which
     does not change the tokens. "lookup" drafts up to `draft_tokens` (8) tokens from earlier tokens of the sequence, and
     one step verifies them. "self" drafts with the model itself, which then reads at most a share `draft_share` (0.08)
-    of the blocks: those that had the most attention mass at the last full read. Any other `draft` names a smaller model
+    of the blocks: those with most of the attention mass of the last token. Any other `draft` names a smaller model
     with the same tokenizer ("bundled-small" for the bundled one). "lookup+self", or "lookup+" and a model, uses the
     second drafter if the lookup finds no match. `draft_length` sets how many tokens are drafted: "acceptance"
     (default) by acceptance rate and measured step times, and for "self" also by the sequence's length; "entropy" by
