@@ -14,7 +14,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from et_jax.sums import total
 from et_jax.types import pytree, static
@@ -142,6 +142,11 @@ class Adapted:
     a: Float[Array | np.ndarray, "*l n r i"]
     b: Float[Array | np.ndarray, "*l n o r"]
     number: Int[Array, "*l b"] | None = None
+
+    @property
+    def array(self) -> Shaped[Array | np.ndarray, "*l o i"]:
+        """The stored matrix without adapters."""
+        return self.base.array
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration, keep_calibration, read_calibration, write_calibration
 from et_jax.models.checkpoint import load, read_model, save_converted
 from et_jax.models.fingerprint import fingerprint
-from et_jax.models.weights import Int8, num_bytes, to_int8, with_adapters
+from et_jax.models.params import Params
+from et_jax.models.weights import Adapted, Int8, num_bytes, to_int8, with_adapters
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading import calibrating
 from et_jax.serve.loading.opened import opened
@@ -191,6 +192,7 @@ def test_a_model_loads_with_its_adapter_and_is_measured_with_it(tmp_path, monkey
         opened(settings, print).weights[0],
         calibrating.floats(folder, config, "float32", 2**30, settings.adapter),
     ):
+        assert isinstance(made, Params)
         off = np.asarray(made.layers[0].q.array, np.float32) - np.asarray(plain.array, np.float32)
         pair = drawn((128, 96))
         np.testing.assert_allclose(off, 3 * (pair["B"] @ pair["A"]), atol=0.02, rtol=0)  # half a step of bfloat16
@@ -235,7 +237,9 @@ def test_a_request_has_the_adapter_that_it_names(tmp_path):
         write_adapter(tmp_path / f"lora{rank}", {Q: drawn((128, 96), rank)}, r=rank, lora_alpha=rank)
     adapters = {"french": tmp_path / "lora3", "latin": tmp_path / "lora2"}
     with et_jax.load("bundled-small", adapters=adapters, max_model_len=64, compilation_cache=None) as model:
+        assert isinstance(model.params, Params)
         beside_q = model.params.layers[0].q
+        assert isinstance(beside_q, Adapted)
         for name, rank in (("french", 3), ("latin", 2)):
             [sequence] = model.sequences(0, GenerationRequest(prompt="It was", adapter=name))
             np.testing.assert_array_equal(beside_q.b[sequence.adapter, :, :rank], drawn((128, 96), rank)["B"])
