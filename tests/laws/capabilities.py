@@ -183,7 +183,12 @@ def _small() -> str:
 SLOW = {
     *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget", "surprisals"),
     *("adaptive, self", "ead", "compressed by head", "paper, stacked, experts by entropy"),
-    *("over devices, lookup", "over devices, compressed by head", "over devices, budget"),
+    *(
+        "over devices, lookup",
+        "over devices, certified, self",
+        "over devices, compressed by head",
+        "over devices, budget",
+    ),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
