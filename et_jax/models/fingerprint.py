@@ -54,7 +54,8 @@ def weights_fingerprint(weights: Any) -> str:
     """Return a digest of the weights of a model in memory: of each array its place, shape, dtype and 16 pieces."""
     digest = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(weights):
-        array = np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
+        random = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        array = np.ascontiguousarray(jax.device_get(jax.random.key_data(leaf) if random else leaf)).reshape(-1).view(np.uint8)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
         for begin in np.linspace(0, max(len(array) - _FEW_BYTES, 0), 16).astype(int):
             digest.update(array[begin : begin + _FEW_BYTES].data)
