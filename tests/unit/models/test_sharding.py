@@ -43,6 +43,15 @@ def test_weights_are_split_by_heads_widths_and_vocabulary(stacked):
     assert experts.shared.up.array == P(*lead, "tp", None) and experts.shared.down.array == P(*lead, None, "tp")
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_scales_of_8_bit_weights_are_split_with_their_outputs(stacked):
+    lead = (None,) * stacked
+    layer = weight_specs(abstract(LLAMA_3_8B, jnp.bfloat16, "int8", stacked=stacked), LLAMA_3_8B).layers[0]
+    assert (layer.q.array, layer.q.scale) == (P(*lead, "tp", None), P(*lead, "tp"))
+    assert (layer.o.array, layer.o.scale) == (P(*lead, None, "tp"), P(*lead, None))
+    assert layer.attention_norm == P(*lead, None)
+
+
 @pytest.mark.parametrize(
     ("model", "mesh", "told"),
     [
