@@ -13,29 +13,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from et_jax.batch.fields import (
+    CHAT,
+    COMPLETIONS,
+    INTEGERS,
+    NUMBERS,
+    control_of,
+    messages_of,
+    number_of,
+    params_of,
+    prompt_of,
+)
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
 from et_jax.batch.strict import parse, shown
 from et_jax.control.presets import KNOBS
 from et_jax.errors import UsageError
 from et_jax.io.values import excerpt
-from et_jax.serve.requests import MAX_STOP_IDS, GenerationRequest, SamplingParams
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MAX_N = 128  # as the OpenAI API documents
 _NAMES = frozenset({"custom_id", "id"})
 _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
-_INTEGERS = {"max_tokens", "min_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
-_NUMBERS = {
-    *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("priority", "deadline"),
-}
 _OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
     *("logit_bias", "allowed_token_ids", "bad_words"),
     *("response_format", "json_schema", "regex", "choice"),
 }
-SETTINGS = frozenset(_INTEGERS | _NUMBERS | _OTHERS) - {"prompt", "messages"}
+SETTINGS = frozenset(INTEGERS | NUMBERS | _OTHERS) - {"prompt", "messages"}
 """The settings that a line may have beside its prompt."""
 _LABELS = {"model", "user", "metadata", "store"}
 # Fields of the API that are not supported and do not change the text. The summary names those that a job has.
@@ -155,21 +158,21 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
             raise UsageError(f"{field} is {shown(value)}, which is not supported here; leave it out.")
         if field in KNOBS:
             raise UsageError(f'{field} is a number of the controller; write it as "control": {{"{field}": ...}}.')
-        if field not in _INTEGERS | _NUMBERS | _OTHERS | _LABELS | _IGNORED | _NEUTRAL.keys():
+        if field not in INTEGERS | NUMBERS | _OTHERS | _LABELS | _IGNORED | _NEUTRAL.keys():
             raise UsageError(f"{excerpt(field)} is not a field that is known here; leave it out, or correct its name.")
-    params, wants_logprobs = _params(body, chat, defaults.params)
-    priority, deadline = _number(body, "priority"), _number(body, "deadline")
-    prompt = None if chat else _prompt(body)
+    params, wants_logprobs = params_of(body, chat, defaults.params)
+    priority, deadline = number_of(body, "priority"), number_of(body, "deadline")
+    prompt = None if chat else prompt_of(body)
     if isinstance(prompt, str) and defaults.chat and not _is_envelope(entry.values):
         chat, body = True, {"messages": [{"role": "user", "content": prompt}]}
     if chat:
-        prompt = _conversation(_messages(body), tokenizer, defaults)
+        prompt = _conversation(messages_of(body), tokenizer, defaults)
     request = GenerationRequest(
         prompt=prompt,
         params=params,
         priority=priority or 0.0,
         deadline=deadline,
-        control=_control(body),
+        control=control_of(body),
         draft_tokens=body.get("draft_tokens"),
         adapter=body.get("adapter"),
     )
@@ -245,163 +248,8 @@ def _body(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in body.items() if value is not None}, chat
 
 
-def _listed(body: Mapping[str, Any], name: str, kind: type, wanted: str) -> tuple[Any, ...]:
-    if not isinstance(body[name], list) or not all(type(one) is kind for one in body[name]):
-        raise UsageError(f"{name} is {shown(body[name])}; it must be a list of {wanted}.")
-    return tuple(body[name])
-
-
-def _biases(given: Any) -> dict[int, float]:
-    """Return the biases of a line, whose token ids are strings in JSON."""
-    fine = isinstance(given, dict) and all(token.isdecimal() and len(token) < 10 for token in given)
-    if not fine or not all(type(bias) in (int, float) for bias in given.values()):
-        raise UsageError(f'logit_bias is {shown(given)}; it must map token ids to numbers, as in {{"42": -1.5}}.')
-    if len({int(token) for token in given}) < len(given):
-        raise UsageError(f"logit_bias is {shown(given)}; it must name each token once.")
-    try:
-        return {int(token): float(bias) for token, bias in given.items()}
-    except OverflowError as error:
-        raise UsageError("logit_bias holds a number beyond all bounds; write a smaller one.") from error
-
-
-def _prompt(body: Mapping[str, Any]) -> str | tuple[int, ...]:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        prompt = tuple(prompt)
-    if not isinstance(prompt, str | tuple) or not prompt:
-        given = "missing" if prompt is None else shown(list(prompt) if isinstance(prompt, tuple) else prompt)
-        raise UsageError(f"prompt is {given}; it must be a text that is not empty, or a list of token ids.")
-    return prompt
-
-
-def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise UsageError("messages is missing or empty; give a list of objects with role and content.")
-    return [_message(message) for message in messages]
-
-
-def _message(message: Any) -> dict[str, str]:
-    given = {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else {}
-    content = given.get("content")
-    if isinstance(content, list):  # parts, of which only text is supported
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        content = "".join(map(str, texts)) if whole else None
-    if not isinstance(given.get("role"), str) or not isinstance(content, str):
-        raise UsageError(f"messages holds {shown(message)}; each must have a role and a content, both texts.")
-    if strange := sorted(given.keys() - {"role", "content", "name"}):
-        raise UsageError(f"messages holds {excerpt(strange[0])}, which is not supported here; leave it out.")
-    return given | {"content": content}
-
-
 def _conversation(messages: list[dict[str, str]], tokenizer: ChatTokenizer, defaults: Defaults) -> tuple[int, ...]:
     if tokenizer.chat_template is None:
         raise UsageError(f"This model has no chat template; send a prompt to {COMPLETIONS}, or choose a chat model.")
     opening = None if messages[0]["role"] == "system" else defaults.system_prompt
     return tuple(tokenizer.chat(messages, opening, allow_special_tokens=defaults.allow_special_tokens))
-
-
-def _params(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[SamplingParams, bool]:
-    """Return the line's sampling settings, and whether its answer contains log-probabilities."""
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    given: dict[str, Any] = {name: _integer(body, name) for name in sorted(_INTEGERS & names & body.keys())}
-    given |= {name: _number(body, name) for name in sorted(_NUMBERS & names & body.keys())}
-    if "max_completion_tokens" in body:
-        most = _integer(body, "max_completion_tokens")
-        if given.setdefault("max_tokens", most) != most:
-            raise UsageError("max_tokens and max_completion_tokens differ; give one of them.")
-    if not 1 <= given.get("n", 1) <= MAX_N:
-        raise UsageError(f"n is {given['n']}; it must be from 1 to {MAX_N}.")
-    if "stop" in body:
-        stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
-        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise UsageError(f"stop is {shown(stop)}; it must be a text or a list of texts, none of them empty.")
-        given["stop"] = tuple(stop)
-    if "stop_token_ids" in body:
-        ids = body["stop_token_ids"]
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise UsageError(f"stop_token_ids is {shown(ids)}; it must be a list of token ids.")
-        if len(ids) > MAX_STOP_IDS:
-            raise UsageError(f"stop_token_ids is {shown(ids)}; it may hold at most {MAX_STOP_IDS} ids.")
-        given["stop_token_ids"] = tuple(ids)
-    lists = (("allowed_token_ids", int, "token ids"), ("bad_words", str, "texts"), ("choice", str, "texts"))
-    given |= _grammar(body)
-    for name, kind, wanted in lists:
-        if name in body:
-            given[name] = _listed(body, name, kind, wanted)
-    if "logit_bias" in body:
-        given["logit_bias"] = _biases(body["logit_bias"])
-    given |= {name: _boolean(body, name) for name in ("ignore_eos", "p_less") if name in body}
-    wants_logprobs, given["logprobs"] = _logprobs(body, chat, defaults)
-    return dataclasses.replace(defaults, **given), wants_logprobs
-
-
-def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the grammar of a line, which replaces that of the job; a `response_format` of text means no grammar."""
-    named = [name for name in ("response_format", "json_schema", "regex", "choice") if name in body]
-    if len(named) > 1:
-        raise UsageError(f"{named[0]} is given with {named[1]}; a text follows one of them.")
-    none: dict[str, Any] = {"json_schema": "", "regex": "", "choice": ()}
-    if named and named[0] == "response_format":
-        return none | {"json_schema": _asked_schema(body["response_format"])}
-    for name, kinds, wanted in (("json_schema", (dict, str), "an object"), ("regex", str, "a text")):
-        if name in named and not isinstance(body[name], kinds):
-            raise UsageError(f"{name} is {shown(body[name])}; it must be {wanted}.")
-    return none | {name: body[name] for name in named if name != "choice"} if named else {}
-
-
-def _asked_schema(given: Any) -> Any:
-    """Return the schema of an OpenAI `response_format`, "" for text."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    inner = given.get("json_schema") if kind == "json_schema" else None
-    if kind == "text":
-        return ""
-    if kind == "json_object":
-        return {"type": "object"}
-    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-        raise UsageError(
-            f'response_format is {shown(given)}; it must be {{"type": "text"}}, {{"type": "json_object"}} or '
-            '{"type": "json_schema", "json_schema": {"schema": {...}}}.'
-        )
-    return inner["schema"]
-
-
-def _logprobs(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> tuple[bool, int]:
-    """Return whether log-probabilities are requested, and the number of alternatives, in the format of the url."""
-    if not chat:
-        if "top_logprobs" in body:
-            raise UsageError(f"top_logprobs belongs to {CHAT}; here logprobs is the number of alternatives.")
-        return ("logprobs" in body), (_integer(body, "logprobs") if "logprobs" in body else defaults.logprobs)
-    shown = "logprobs" in body and _boolean(body, "logprobs")
-    if "top_logprobs" in body and not shown:
-        raise UsageError("top_logprobs needs logprobs to be true.")
-    return shown, (_integer(body, "top_logprobs") if "top_logprobs" in body else defaults.logprobs)
-
-
-def _integer(body: Mapping[str, Any], name: str) -> int:
-    if type(body[name]) is not int or abs(body[name]) >= 2**64:
-        raise UsageError(f"{name} is {shown(body[name])}; it must be a whole number below 2^64.")
-    return body[name]
-
-
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(body[name], bool):
-        raise UsageError(f"{name} is {shown(body[name])}; it must be true or false.")
-    return body[name]
-
-
-def _control(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    value = body.get("control")
-    if value is not None and not isinstance(value, dict):
-        raise UsageError(f"control is {shown(value)}; it must be an object of numbers.")
-    return None if value is None else {name: number for name, number in value.items() if number is not None}
-
-
-def _number(body: Mapping[str, Any], name: str) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or abs(value) > 3e38:
-        raise UsageError(f"{name} is {shown(value)}; it must be a number.")
-    return float(value)

@@ -54,8 +54,9 @@ def weights_fingerprint(weights: Any) -> str:
     """Return a digest of the weights of a model in memory: of each array its place, shape, dtype and 16 pieces."""
     digest = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(weights):
-        random = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = np.ascontiguousarray(jax.device_get(jax.random.key_data(leaf) if random else leaf)).reshape(-1).view(np.uint8)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())
         for begin in np.linspace(0, max(len(array) - _FEW_BYTES, 0), 16).astype(int):
             digest.update(array[begin : begin + _FEW_BYTES].data)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from stand_in import Letters
 
-from et_jax.batch.tasks import CHAT, COMPLETIONS, Defaults, Task, ignored_fields, read_entries, read_task
+from et_jax.batch.fields import CHAT, COMPLETIONS
+from et_jax.batch.tasks import Defaults, Task, ignored_fields, read_entries, read_task
 from et_jax.errors import UsageError
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.text import Grammar
