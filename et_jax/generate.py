@@ -7,9 +7,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.set_threshold(
-        50_000
-    )  # a start makes a million objects that stay, and 700 of them would be a cause to search all
+    gc.set_threshold(50_000)  # a start makes a million lasting objects; the default 700 would search them often
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` listens: no traceback amid the imports to come
 

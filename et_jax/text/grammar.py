@@ -1,6 +1,6 @@
-"""What a text must follow, a JSON schema, a regular expression or a choice of texts, as the tokens that may come next.
+"""Structured output: masks of the tokens that a JSON schema, a regular expression or a choice of texts allows next.
 
-The llguidance library (https://github.com/guidance-ai/llguidance) parses the text as it grows, and says so in bits.
+The llguidance library (https://github.com/guidance-ai/llguidance) parses the text and computes the masks.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from et_jax.text.backends import BYTE_PIECE, JsonBackend, Panic, guarded
 from et_jax.text.tokenizer import Tokenizer
 
 Bits = UInt32[np.ndarray, " w"]
-"""Bit i of word j says whether token 32 j + i may come."""
+"""A packed mask: bit i of word j says whether token 32 j + i is allowed."""
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes
-_MARK = "\x02"  # stands for what comes before a text, and merges with nothing
-_MOST_KEPT = 64  # grammars that stay compiled, the last to be used
+_MARK = "\x02"  # stands for the preceding text, and merges with no character
+_MOST_KEPT = 64  # the number of most recently used grammars that stay compiled
 _MOST_MULTIPLE = 10_000  # of all `multipleOf` of a schema, multiplied: the library takes time and memory in proportion
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """What a text must follow: a JSON schema, a regular expression, or a JSON list of texts to choose from.
+    """A constraint on a text: a JSON schema, a regular expression, or a JSON list of texts to choose from.
 
     JSON is written as Python's `json.dumps` does: ", " and ": ", and no other space between values.
     """
@@ -39,26 +39,26 @@ class Grammar:
 
 
 class Matcher:
-    """What may come next in one text, which grows by `take`; `own` are the tokens that its request allows at all.
+    """Computes the allowed next tokens of a single text, which `take` extends; `own` masks the tokens of its request.
 
-    Where a grammar leaves one way to go on, that is forced, in the tokens that the tokenizer would write it in, unless
-    `forces` is False: then any tokens that spell it may come.
+    If the grammar allows a single continuation, its tokens, as the tokenizer encodes it, are forced. With `forces`
+    False any tokens that spell the continuation are allowed.
     """
 
     def __init__(self, matcher: Any, own: Bits, *, forces: bool) -> None:
         self._matcher, self._own, self._forces = matcher, own, forces
-        self._forced: list[int] = []  # tokens that the library has taken already, and the text has not
-        self._allowed: Bits | None = None  # what may come after those
+        self._forced: list[int] = []  # tokens that the library has consumed, and the text does not have yet
+        self._allowed: Bits | None = None  # the mask after those
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may come any more."""
+        """Whether the text is complete: no token is allowed."""
         return not self._forced and guarded(self._matcher.is_stopped)
 
     def ahead(self, most: int) -> tuple[list[int], Bits]:
-        """Return the next tokens that are forced, at most so many, and what may come after them.
+        """Return the next forced tokens, at most `most`, and the mask after them.
 
-        Raises UsageError where nothing may.
+        Raises UsageError if no token is allowed.
         """
         if self._allowed is None and not self._forced:
             self._look()
@@ -68,7 +68,7 @@ class Matcher:
         return (forced, self._allowed) if self._allowed is not None else (forced[:-1], self._only(forced[-1]))
 
     def take(self, token: int) -> None:
-        """Add a token to the text. Raises UsageError where it may not come."""
+        """Add a token to the text. Raises UsageError if it is not allowed."""
         if self._forced:
             if token != (wanted := self._forced.pop(0)):
                 raise UsageError(f"The token {token} came where the grammar forces {wanted}; report this.")
@@ -88,7 +88,7 @@ class Matcher:
         self._check()
         self._allowed = np.pad(found, (0, len(self._own) - len(found))) & self._own
         if not self._allowed.any():
-            raise UsageError("No token goes on that the grammar, allowed_token_ids and bad_words allow; allow more.")
+            raise UsageError("The grammar, allowed_token_ids and bad_words together allow no next token; allow more.")
 
     def _only(self, token: int) -> Bits:
         bits = np.zeros_like(self._own)
@@ -97,18 +97,18 @@ class Matcher:
 
     def _check(self) -> None:
         if guarded(self._matcher.is_error):
-            raise UsageError(f"The grammar leads nowhere from here ({_reason(self._matcher)}); simplify it.")
+            raise UsageError(f"The grammar allows no continuation ({_reason(self._matcher)}); simplify it.")
 
 
 class Grammars:
-    """Grammars compiled for a tokenizer whose model has `vocab_size` tokens, the last of them kept."""
+    """Compiles grammars for a tokenizer whose model has `vocab_size` tokens, and caches the last ones."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock, self._library, self._kept = threading.Lock(), None, OrderedDict[Grammar, Any]()
 
     def matcher(self, grammar: Grammar, own: Bits, *, forces: bool) -> Matcher:
-        """Return a matcher of an empty text. Raises UsageError for a grammar or a tokenizer that cannot be followed."""
+        """Return a matcher of an empty text. Raises UsageError for an unsupported grammar or tokenizer."""
         with self._lock:
             try:
                 found = self._kept.pop(grammar, None) or self._compiled(grammar)
@@ -137,14 +137,14 @@ class Grammars:
         limits = llguidance.LLParserLimits(verbose_errors=False)
         found = guarded(llguidance.LLMatcher, self._library, written, log_level=0, limits=limits)
         tried = guarded(found.deep_copy)
-        guarded(tried.compute_bitmask)  # what no text can follow is seen only now
+        guarded(tried.compute_bitmask)  # an unsatisfiable grammar fails only here
         if guarded(tried.is_error):
             raise Panic(_reason(tried))
         return found
 
 
 def _reason(matcher: Any) -> str:
-    """What the library says of an error, on one line; its own word for a grammar that no text follows says nothing."""
+    """Return the library's error message on one line, and a plain one for an unsatisfiable grammar."""
     said = guarded(matcher.get_error).replace("<non-verbose/>", "")
     said = "no text follows it" if said.startswith("NoExtension") else said
     known = re.search(r"^error: (.*)", said, re.MULTILINE)  # of a regular expression, after the place where it is
@@ -166,12 +166,12 @@ def _library_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Any:
         return guarded(llguidance.LLTokenizer, own, n_vocab=size, eos_token=ends)
     except Panic as error:
         raise UsageError(
-            f"The tokenizer of {tokenizer.source} cannot be told of grammars ({error}); leave the grammar out."
+            f"The tokenizer of {tokenizer.source} does not support grammars ({error}); leave the grammar out."
         ) from error
 
 
 class _Pieces:
-    """A SentencePiece model as the library wants it: the bytes of every token."""
+    """A SentencePiece model in the library's form: the bytes of every token."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self._backend = tokenizer.backend
@@ -183,7 +183,7 @@ class _Pieces:
         self._ids = {piece: id for id, piece in enumerate(self.tokens) if id in pieces}
 
     def __call__(self, text: str) -> list[int]:
-        """Return tokens that spell a text to the byte, with no space before it: the model's own, else the longest."""
+        """Return tokens that spell a text exactly: the model's encoding if it does, otherwise the longest pieces."""
         wanted, ids = text.encode(), self._backend.encode_plain(_MARK + text, opens=False)
         while ids and not self.tokens[ids.pop(0)].endswith(_MARK.encode()):
             pass
@@ -204,7 +204,7 @@ def _bytes(piece: str) -> bytes:
 
 
 def _check_multiples(schema: str) -> None:
-    """Raise UsageError where the numbers of `multipleOf` are too large together."""
+    """Raise UsageError if the product of all `multipleOf` is too large."""
     whole, left = 1, [json.loads(schema)]
     while left:
         value = left.pop()

@@ -22,7 +22,7 @@ def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], f
     """
     found = {kind: _least(model, config, int(fraction * size * 1e9)) for kind, size in GIGABYTES.items()}
     said = [
-        f"{kind} {'cannot' if fitting is None else f'{fitting[0]} ({size_text(fitting[1].weights)} of weights each)'}"
+        f"{kind} {'none' if fitting is None else f'{fitting[0]} ({size_text(fitting[1].weights)} of weights each)'}"
         for kind, fitting in found.items()
     ]
     return f"chips that hold it (--tensor-parallel): {', '.join(said)}"

@@ -47,10 +47,8 @@ def verdict(settings: EngineConfig) -> list[str]:
     def sized(split: ModelConfig) -> DecoderConfig:
         return decoder_config(replace(settings, tensor_parallel=1), split, dtype, others=beside)
 
-    config, needed = (
-        decoder_config(settings, model, dtype, others=beside),
-        chips.needed(model, sized, settings.memory_fraction),
-    )
+    config = decoder_config(settings, model, dtype, others=beside)
+    needed = chips.needed(model, sized, settings.memory_fraction)
     try:
         found = planned(settings.max_model_len)
     except UsageError as error:

@@ -80,7 +80,7 @@ def test_a_text_ends_with_its_grammar_or_its_last_token_and_no_token_comes_that_
                     break
         done = events[-1].completion
         assert done is not None and (done.finish_reason, done.token_ids) == (reason, tuple(ids()[:limit]))
-    with pytest.raises(UsageError, match="The grammar leads nowhere from here"):
+    with pytest.raises(UsageError, match="The grammar allows no continuation"):
         under(grammar, 9)[0].take(row(ids("7")[0]), False)
     one, matcher = under(Grammar("choice", '["yes"]'), 9)
     matcher.ahead(4)
