@@ -26,6 +26,15 @@ def _count(help: str, unit: str, least: int = 0, usual: str = "") -> Knob:
     return Knob(help=help, unit=unit, kind=int, least=least, most=MOST, wanted=wanted, usual=usual)
 
 
+def _positive(help: str, unit: str) -> Knob:
+    wanted = "above 0 nats" if unit == "nats" else "above 0"
+    return Knob(help=help, unit=unit, kind=float, least=math.ulp(0.0), wanted=wanted)
+
+
+def _from_zero(help: str, unit: str) -> Knob:
+    return Knob(help=help, unit=unit, kind=float, least=0.0, wanted="0 or above")
+
+
 _WINDOW = _count("recent tokens always read", "tokens")
 
 
@@ -75,22 +84,12 @@ class Pruning(Preset):
 
     target_entropy: float | int | None = knob(
         None,
-        Knob(
-            help="the entropy that the thermostat regulates by temperature",
-            unit="nats",
-            kind=float,
-            least=math.ulp(0.0),
-            wanted="above 0 nats",
-        ),
+        _positive("the entropy that the thermostat regulates by temperature", "nats"),
     )
     tolerance: float | int = knob(
         0.05,
-        Knob(
-            help="theta at full certainty: the relative change of a head's output above which a block is read",
-            unit="share",
-            kind=float,
-            least=0.0,
-            wanted="0 or above",
+        _from_zero(
+            "theta at full certainty: the relative change of a head's output above which a block is read", "share"
         ),
     )
     min_blocks: int = knob(3, _count("cache blocks that each KV head reads at least", "blocks"))
@@ -158,13 +157,7 @@ class Adaptive(Pruning):
     name = "adaptive"
     tolerance: float | int = knob(
         1e-4,
-        Knob(
-            help="the expected error of what is left unread, in nats per token to an order of magnitude",
-            unit="nats",
-            kind=float,
-            least=0.0,
-            wanted="0 or above",
-        ),
+        _from_zero("the expected error of what is left unread, in nats per token to an order of magnitude", "nats"),
     )
 
 
@@ -221,17 +214,9 @@ class Mirostat(Preset):
     name = "mirostat"
     target_surprisal: float | int = knob(
         5 * _BIT,
-        Knob(
-            help="the mean surprisal that the cap holds",
-            unit="nats",
-            kind=float,
-            least=math.ulp(0.0),
-            wanted="above 0 nats",
-        ),
+        _positive("the mean surprisal that the cap holds", "nats"),
     )
-    mirostat_rate: float | int = knob(
-        0.1, Knob(help="how fast the cap moves", unit="a number", kind=float, least=0.0, wanted="0 or above")
-    )
+    mirostat_rate: float | int = knob(0.1, _from_zero("how fast the cap moves", "a number"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,23 +231,11 @@ class Dynamic(Preset):
     name = "dynamic"
     dynamic_spread: float | int = knob(
         0.5,
-        Knob(
-            help="how far the temperature goes from the request's, down and up",
-            unit="a temperature",
-            kind=float,
-            least=0.0,
-            wanted="0 or above",
-        ),
+        _from_zero("how far the temperature goes from the request's, down and up", "a temperature"),
     )
     dynamic_exponent: float | int = knob(
         1.0,
-        Knob(
-            help="the power of the entropy's share of the greatest possible",
-            unit="a number",
-            kind=float,
-            least=math.ulp(0.0),
-            wanted="above 0",
-        ),
+        _positive("the power of the entropy's share of the greatest possible", "a number"),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from et_jax.io.gguf import is_gguf, parts_of, read_gguf
@@ -54,7 +55,7 @@ def weights_fingerprint(weights: Any) -> str:
     """Return a digest of the weights of a model in memory: of each array its place, shape, dtype and 16 pieces."""
     digest = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(weights):
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         array = np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n".encode())

@@ -118,7 +118,7 @@ def device_of(weights: ModelWeights | tuple[ModelWeights, ...]) -> Any:
 
 
 def put(weights: tuple[ModelWeights, ...], device: Any) -> tuple[ModelWeights, ...]:
-    """Return the weights of models on a device, each array laid out as it is read there."""
+    """Return the weights of models on a device, or by a tree of shardings, in the layout in which they are read."""
     there = jax.device_put(weights, device)
     return tuple(replace(one, embedding=looked_up(one.embedding)) if isinstance(one, Params) else one for one in there)
 

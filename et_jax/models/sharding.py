@@ -141,9 +141,9 @@ def local_bytes(mesh: Mesh | AbstractMesh, x: Any, spec: PartitionSpec) -> int:
     return size // mesh.size if AXIS in spec else size
 
 
-def moved(weights: T, mesh: Mesh) -> T:
-    """Return sharded arrays moved to another mesh of as many chips, with the same split."""
-    return jax.device_put(weights, jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), weights))
+def over(weights: T, mesh: Mesh) -> T:
+    """Return the shardings of sharded arrays on another mesh of as many chips, with the same split."""
+    return jax.tree.map(lambda x: NamedSharding(mesh, x.sharding.spec), weights)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

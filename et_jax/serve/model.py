@@ -428,7 +428,7 @@ class Model:
             weights = put(weights, devices[number % len(devices)])
         elif (there := sharding.mesh_of(mesh.size, number)) != mesh:
             own = executables.kept(decoder(replace(own.config, mesh=there)))
-            weights = sharding.moved(weights, there)
+            weights = put(weights, sharding.over(weights, there))
         return Replica(
             weights,
             own,
