@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from et_jax.models.config import ExpertConfig, ModelShape
 from et_jax.models.params import abstract
 from et_jax.models.sharding import check, weight_specs
+from et_jax.models.weights import Int8
 from scripts.measuring.shapes import LLAMA_3_8B
 
 EXPERTS = ExpertConfig(
@@ -47,6 +48,7 @@ def test_weights_are_split_by_heads_widths_and_vocabulary(stacked):
 def test_scales_of_8_bit_weights_are_split_with_their_outputs(stacked):
     lead = (None,) * stacked
     layer = weight_specs(abstract(LLAMA_3_8B, jnp.bfloat16, "int8", stacked=stacked), LLAMA_3_8B).layers[0]
+    assert isinstance(layer.q, Int8) and isinstance(layer.o, Int8)
     assert (layer.q.array, layer.q.scale) == (P(*lead, "tp", None), P(*lead, "tp"))
     assert (layer.o.array, layer.o.scale) == (P(*lead, None, "tp"), P(*lead, None))
     assert layer.attention_norm == P(*lead, None)
