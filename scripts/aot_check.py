@@ -61,7 +61,8 @@ IN_PLACE = re.compile(r"output_to_operand_aliasing=\{\{\}: \(0, \{\}\)\}, calls=
 
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # what compilers are told by the environment
 
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+SMALL = 2048  # bytes: some numbers for each row of a batch, where a collective takes its latency alone
 
 
 def listed() -> list[Program]:
@@ -73,8 +74,15 @@ def listed() -> list[Program]:
 
 
 def collectives(text: str) -> str:
-    """Return how often each way of chips to tell each other something stands in a compiled program, for the report."""
-    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(COLLECTIVE.findall(text)).items()))
+    """Return how many collectives of each kind a compiled program has, for the report, and how many are small."""
+    counts = Counter("small" if _num_bytes(shape) <= SMALL else kind for shape, kind in COLLECTIVE.findall(text))
+    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, key=lambda name: (name == "small", name)))
+
+
+def _num_bytes(shape: str) -> int:
+    """Return the bytes of the arrays that the type of an instruction names."""
+    arrays = re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", shape)
+    return sum(int(bits) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for bits, sizes in arrays)
 
 
 def whole_copies(text: str, pool: dict[str, Any]) -> list[str]:

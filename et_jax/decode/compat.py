@@ -185,11 +185,6 @@ TABLE = (
         "dropped; lower {cache_budget}, or leave it out.",
     ),
     Row(
-        lambda c: c.parallel and (c.small_drafter or c.has("small")),
-        "A second model is not supported over several devices; leave {tensor_parallel} out, or take a {draft} that "
-        "needs none: lookup or self.",
-    ),
-    Row(
         lambda c: c.parallel and c.laws.budget is not None and c.laws.budget.compares_heads,
         "The heads of a layer share this prefill budget, and devices hold different heads; leave {tensor_parallel} "
         "out, or take a budget for each head.",

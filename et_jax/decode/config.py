@@ -149,9 +149,8 @@ class DecoderConfig:
         """Raise ValueError if a mesh excludes another setting."""
         if self.mesh is None:
             return
-        sharding.check(self.model, self.mesh)
-        if self.others:
-            raise ValueError("mesh: got one with other models, wanted it without")
+        for model in self.models:
+            sharding.check(model, self.mesh)
         if self.controller.budget is not None and self.controller.budget.compares_heads:
             raise ValueError("mesh: got one with a budget that compares heads, wanted one for each head")
 
@@ -301,6 +300,8 @@ class DecoderConfig:
         size, dtype = self.page_size, self.weights_dtype
         kernels = {"backend": self.backend, "scores_backend": self.scoring[0]}
         model = Plant(model=self.model, page_size=size, mesh=self.mesh, **kernels)
-        backends = [serving_backend(other, size, dtype, self.cache_dtype, self.backend)[0] for other in self.others]
+        chips = self.others if self.mesh is None else [sharding.of_chip(other, self.mesh) for other in self.others]
+        backends = [serving_backend(other, size, dtype, self.cache_dtype, self.backend)[0] for other in chips]
         both = zip(self.others, backends, strict=True)
-        return model, *(Plant(model=one, page_size=size, backend=name, scores_backend=name) for one, name in both)
+        alike = {"page_size": size, "mesh": self.mesh}
+        return model, *(Plant(model=one, backend=name, scores_backend=name, **alike) for one, name in both)

@@ -162,7 +162,7 @@ def extend(
         rotating = attending if chunk.at is None and watch is None and not in_8_bits else None
     logits, memory = forward(weights, plant.model, tokens, positions, attending, begun, mixing, kinds, fused, rotating)
     if plant.mesh is not None:
-        logits = sharded.replicated(plant.mesh, logits)
+        logits = sharded.over_vocabulary(plant.mesh, logits)
     cache, took = memory.carried
     stored = state.queries
     if watch is not None and stored is not None:

@@ -22,12 +22,12 @@ from et_jax.softmax import Softmax
 
 T = TypeVar("T")
 
-_HEADS = ("k", "h")
-"""The axes of arrays, by the letters of their annotations, that are split: KV heads and query heads."""
+_SPLIT = ("k", "h", "v")
+"""The axes of arrays that are split, by the letters of their annotations: KV heads, query heads and vocabulary."""
 
 
 def split(tree: T) -> T:
-    """Return how each array of a tree is split: along the heads axis of its field's annotation, if there is one."""
+    """Return how each array of a tree is split: by the heads or vocabulary axis of its field's annotation."""
 
     def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         owner: Any = tree
@@ -35,7 +35,7 @@ def split(tree: T) -> T:
             owner = _below(owner, key)
         named = bool(path) and isinstance(path[-1], GetAttrKey)
         letters = _letters(type(owner), path[-1].name) if named else ()
-        return PartitionSpec(*(AXIS if letter in _HEADS else None for letter in _spelt_out(letters, x.ndim)))
+        return PartitionSpec(*(AXIS if letter in _SPLIT else None for letter in _spelt_out(letters, x.ndim)))
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -71,9 +71,12 @@ def by_heads(
     )(softmax, chunk, reader, q, k, v, cached, surprisal)
 
 
-def replicated(mesh: Mesh, x: Array) -> Array:
-    """Return an array replicated over the chips, such as the logits of all tokens."""
-    return jax.lax.with_sharding_constraint(x, shardings(mesh, PartitionSpec()))
+def over_vocabulary(mesh: Mesh, logits: Float[Array, "*b v"]) -> Float[Array, "*b v"]:
+    """Return logits with the vocabulary split over the chips.
+
+    Sampling and the moments of entropy only reduce over the vocabulary, so the chips exchange numbers per row.
+    """
+    return jax.lax.with_sharding_constraint(logits, shardings(mesh, PartitionSpec(*[None] * (logits.ndim - 1), AXIS)))
 
 
 def returning_split(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,10 +109,10 @@ def _below(owner: Any, key: Any) -> Any:
 
 @functools.cache
 def _letters(owner: type, name: str) -> tuple[str, ...]:
-    """Return the letters of the axes of a field whose annotation has an axis of heads; none for others."""
+    """Return the letters of the axes of a field whose annotation has a split axis; none for others."""
     [kind] = (field.type for field in dataclasses.fields(owner) if field.name == name)
     spelt = [getattr(one, "dim_str", "").split() for one in (kind, *get_args(kind))]
-    return next((tuple(letters) for letters in spelt if not set(_HEADS).isdisjoint(letters)), ())
+    return next((tuple(letters) for letters in spelt if not set(_SPLIT).isdisjoint(letters)), ())
 
 
 def _spelt_out(letters: tuple[str, ...], ndim: int) -> tuple[str, ...]:

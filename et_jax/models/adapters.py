@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from et_jax.errors import UsageError
@@ -170,16 +171,30 @@ def beside(params: Params, model: ModelConfig, adapters: Mapping[str, Adapter]) 
         if rank == 0:
             return weight
         outputs, inputs = weight.shape[-2:]
+        place = weight.array.sharding
         a = np.zeros((len(pairs), len(adapters) + 1, rank, inputs), np.float32)
         b = np.zeros((len(pairs), len(adapters) + 1, outputs, rank), np.float32)
         for layer, row in enumerate(pairs):
             for number, pair in enumerate(row, 1):
                 if pair is not None:
-                    a[layer, number, : len(pair[0])], b[layer, number, :, : len(pair[0])] = pair
-        a, b = jax.device_put((a, b) if len(pairs) > 1 else (a[0], b[0]))
+                    rank = len(pair[0])
+                    a[layer, number, :rank] = pair[0]
+                    b[layer, number, :, :rank] = _with_copies(pair[1], outputs, model.head_dim)
+        a, b = (a, b) if len(pairs) > 1 else (a[0], b[0])
+        if not isinstance(place, NamedSharding):
+            return Adapted(base=weight, a=jax.device_put(a), b=jax.device_put(b))
+        *_, out, into = (*[None] * (len(weight.shape) - len(place.spec)), *place.spec)
+        a = jax.device_put(a, NamedSharding(place.mesh, PartitionSpec(*[None] * (a.ndim - 1), into)))
+        b = jax.device_put(b, NamedSharding(place.mesh, PartitionSpec(*[None] * (b.ndim - 2), out, None)))
         return Adapted(base=weight, a=a, b=b)
 
     return jax.tree.map_with_path(with_adapters, params, is_leaf=is_weight)
+
+
+def _with_copies(b: Float[np.ndarray, "out r"], outputs: int, head_dim: int) -> Float[np.ndarray, "outputs r"]:
+    """Return the factor B of a matrix whose KV heads are repeated to `outputs` rows (`sharding.with_copies`)."""
+    heads = b.reshape(-1, head_dim, b.shape[1]) if len(b) < outputs else b
+    return np.repeat(heads, outputs // len(b), axis=0).reshape(outputs, -1)
 
 
 def _check_kind(folder: Path, file: AdapterFile, values: Mapping[str, Any]) -> None:

@@ -56,12 +56,6 @@ SIZES = {
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 TINY = replace(shapes.SMALL, architecture="mistral", vocab_size=4096, max_positions=LENGTH)
-_WIDE, _HEADS = TINY.hidden_size, TINY.num_heads * TINY.head_dim
-SHAPES = (
-    ("q_proj", (_HEADS, _WIDE)),
-    ("v_proj", (TINY.num_kv_heads * TINY.head_dim, _WIDE)),
-    ("o_proj", (_WIDE, _HEADS)),
-)
 SLIDING = replace(TINY, windows=(14, 14))
 MIXTURE = replace(
     TINY,
@@ -71,14 +65,16 @@ MIXTURE = replace(
 )
 WIDE = replace(TINY, num_heads=8)  # of two KV heads: over four devices each is there twice
 WIDE_MIXTURE = replace(MIXTURE, num_heads=8, num_kv_heads=4)
-SMALL = replace(TINY, num_layers=1, windows=(None,))  # the first layer of the other: some drafts hold
+SMALL, WIDE_SMALL = (replace(one, num_layers=1, windows=(None,)) for one in (TINY, WIDE))
+"""The first layer of each: some drafts hold."""
 
 
 @functools.cache
 def folder(config: ModelConfig) -> Path:
     """A checkpoint of random weights, large enough for attention and entropy to show, and what its heads weigh."""
     path = Path(tempfile.mkdtemp(prefix="tiny-model-"))
-    drawn = initialise(TINY if config == SMALL else config, jax.random.key(0), jnp.float32)
+    deep = {SMALL: TINY, WIDE_SMALL: WIDE}.get(config, config)
+    drawn = initialise(deep, jax.random.key(0), jnp.float32)
     drawn = jax.tree.map(lambda x: x * (5 if x.ndim > 1 else 1), drawn)
     drawn = replace(drawn, head=jax.tree.map(lambda x: 10 * x, drawn.head), layers=drawn.layers[: config.num_layers])
     write_hugging_face(path, config, drawn)
@@ -89,16 +85,19 @@ def folder(config: ModelConfig) -> Path:
 
 
 @functools.cache
-def adapter(rank: int) -> Path:
-    """An adapter of the attention of the mixture, of a scale at which texts differ."""
+def adapter(rank: int, config: ModelConfig = TINY) -> Path:
+    """An adapter of a model's attention, of a scale at which texts differ."""
     path, drawn, tensors = Path(tempfile.mkdtemp(prefix="adapter-")), np.random.default_rng(rank), {}
-    for name, (outputs, inputs) in ((f"layers.{i}.self_attn.{one}", shape) for i in range(2) for one, shape in SHAPES):
+    wide, heads, kv_heads = config.hidden_size, *(n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    shapes = {"q_proj": (heads, wide), "v_proj": (kv_heads, wide), "o_proj": (wide, heads)}
+    matrices = ((f"layers.{i}.self_attn.{one}", shape) for i in range(2) for one, shape in shapes.items())
+    for name, (outputs, inputs) in matrices:
         for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             tensors[f"base_model.model.model.{name}.lora_{part}.weight"] = drawn.normal(0, 0.4, shape).astype(
                 np.float32
             )
     save_file(tensors, path / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [one for one, _ in SHAPES]}
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*shapes]}
     (path / "adapter_config.json").write_text(json.dumps(settings))
     return path
 
@@ -176,8 +175,8 @@ _SELF = {"draft": "self", "draft_share": 0.2} | _DRAFTS
 _pruning = functools.partial(Capability, dense={"tolerance": 0.0}, prunes=True)
 
 
-def _small() -> str:
-    return str(folder(SMALL))
+def _small(config: ModelConfig = SMALL) -> str:
+    return str(folder(config))
 
 
 SLOW = {
@@ -188,6 +187,7 @@ SLOW = {
         "over devices, certified, self",
         "over devices, compressed by head",
         "over devices, budget",
+        "over devices, ead",
     ),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
@@ -245,9 +245,16 @@ OVER_DEVICES: dict[str, Callable[[], Capability]] = {
         certifies=0.5,
         drafts=True,
     ),
-    "over devices, adaptive, int8": lambda: _pruning(
+    "over devices, adaptive, int8, adapters": lambda: _pruning(
         load=functools.partial(tiny, WIDE),
-        settings=_FOUR | {"cache_dtype": "int8", "quantize": "int8", "control": pruned("adaptive", tolerance=0.3)},
+        settings=_FOUR
+        | {"cache_dtype": "int8", "quantize": "int8", "control": pruned("adaptive", tolerance=0.3)}
+        | {"adapters": {"a": adapter(2, WIDE), "b": adapter(3, WIDE)}},
+    ),
+    "over devices, ead": lambda: Capability(
+        load=functools.partial(tiny, WIDE),
+        settings=_FOUR | {"control": preset("ead_guarded", tau=3.0), "small": _small(WIDE_SMALL)},
+        dense={"tau": -1.0},
     ),
     "over devices, compressed by head": lambda: Capability(
         load=functools.partial(tiny, WIDE), settings=_FOUR | {"cache_budget": SPLIT}, dense=None, prunes=True

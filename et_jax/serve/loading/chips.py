@@ -30,10 +30,13 @@ def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], f
 
 def _least(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], memory: int) -> tuple[int, Plan] | None:
     """Return the fewest chips of `memory` bytes that fit a model, with the plan of each; None if it does not fit."""
-    for size in [1] if config(model).others else sharding.sizes(model):  # a second model is not split
+    every = [sharding.sizes(one) for one in config(model).models if isinstance(one, ModelConfig)]
+    for size in sorted(set.intersection(*map(set, every))):
         mesh = None if size == 1 else AbstractMesh((size,), (sharding.AXIS,))
         try:
-            return size, plan(replace(config(sharding.with_copies(model, size)), mesh=mesh), memory)
+            found = config(sharding.with_copies(model, size))
+            others = tuple(sharding.with_copies(other, size) for other in found.others)
+            return size, plan(replace(found, mesh=mesh, others=others), memory)
         except UsageError:
             continue
     return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from et_jax.decode.config import DecoderConfig
@@ -94,7 +95,7 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
     dtype = dtype_of(params)
     params = beside(params, model, adapters) if adapters else params
     config = sizes(dtype, calibration=calibration)
-    weights = params, *_others(small, dtype, settings.quantize, tell)
+    weights = params, *_others(small, dtype, settings.quantize, mesh, tell)
     return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
 
 
@@ -143,7 +144,7 @@ def opened_module(
         served = replace(served, calibration=replace(calibration, sensitivity=measured.sensitivity))
         tell(f"measured in {time.perf_counter() - began:.0f} s, for this run; ModuleConfig(calibration=...) keeps it.")
     said = _remarked_beside(beside, others) + _unmeasured(settings)
-    every = weights, *_others(beside, model.dtype, None, tell)
+    every = weights, *_others(beside, model.dtype, None, None, tell)
     return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
 
 
@@ -191,12 +192,18 @@ def _unmeasured(settings: EngineConfig) -> tuple[str, ...]:
     return (remark,)
 
 
-def _others(beside: dict[str, Path], dtype: DTypeLike, quantize: str | None, tell: Callable[[str], None]) -> Weights:
-    """Return the weights of second models, given by names and folders."""
+def _others(
+    beside: dict[str, Path],
+    dtype: DTypeLike,
+    quantize: str | None,
+    mesh: Mesh | None,
+    tell: Callable[[str], None],
+) -> Weights:
+    """Return the weights of second models, given by names and folders, split over `mesh` if there is one."""
     weights = []
     for name, folder in beside.items():
         tell(f"loading {name}, the small model")
-        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize, stacked=_stacked())[1])
+        weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize, stacked=_stacked(), mesh=mesh)[1])
     return tuple(weights)
 
 

@@ -118,7 +118,8 @@ def beside(
     _check(settings, config, laws, keep, lambda: alone().steers_reading, for_one_call)
     for name, other in zip(settings.others, others, strict=True):
         _check_beside(name, other, config)
-    others = tuple(other.reading(config.max_length) for other in others)
+    copied = (sharding.with_copies(other, settings.tensor_parallel) for other in others)
+    others = tuple(other.reading(config.max_length) for other in copied)
     if laws.switch is not None:
         return alone(others=others, lazy=settings.lazy_prefill, audit=settings.audit)
     costs = [num_weights(other) / num_weights(config.model) for other in others]
@@ -186,10 +187,6 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
     size, devices = settings.tensor_parallel, jax.local_devices()
     if size == 1:
         return None
-    if settings.adapters:
-        raise UsageError(
-            f"adapters are for one device, and tensor_parallel is {size}; merge one with lora, or leave it out."
-        )
     if jax.process_count() > 1:
         raise UsageError("tensor_parallel splits a model over the devices of one process; run one process only.")
     if size > len(devices):
@@ -206,12 +203,17 @@ def _mesh(settings: EngineConfig, model: ModelShape) -> Mesh | None:
         )
     if not isinstance(model, ModelConfig):
         raise UsageError(f"tensor_parallel cannot split {settings.name}, a module; leave it out.")
+    _check_size(size, settings.name, model)
+    return sharding.mesh_of(size)
+
+
+def _check_size(size: int, name: str, model: ModelConfig) -> None:
+    """Raise UsageError if a model cannot be split over `size` devices."""
     if size not in (possible := sharding.sizes(model)):
         raise UsageError(
-            f"tensor_parallel is {size}; {settings.name} can be split over {', '.join(map(str, possible))} devices, "
+            f"tensor_parallel is {size}; {name} can be split over {', '.join(map(str, possible))} devices, "
             "which divide its heads, widths and vocabulary."
         )
-    return sharding.mesh_of(size)
 
 
 def _compression(settings: EngineConfig, model: ModelShape, page_size: int) -> Compression | None:
@@ -245,6 +247,8 @@ def _check_beside(name: str, other: ModelShape, config: DecoderConfig) -> None:
             f"{name}, the small model, was made for {other.max_positions} tokens and max_model_len is "
             f"{config.max_length}; lower that, or take another model."
         )
+    if config.mesh is not None and isinstance(other, ModelConfig):
+        _check_size(config.mesh.size, name, other)
 
 
 def lacks_sensitivity(config: DecoderConfig) -> bool:

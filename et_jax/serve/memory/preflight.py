@@ -138,7 +138,8 @@ def step_bytes(config: DecoderConfig) -> int:
     c, rows = config.model, _most_rows(config)
     tokens = max(rows, config.prefill_batch)
     of_step = _STEP_LOGITS * config.batch + _DRAFT_LOGITS * (rows - config.batch)
-    logits = c.vocab_size * max(of_step, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps))
+    vocabulary = c.vocab_size if config.mesh is None else c.vocab_size // config.mesh.size
+    logits = vocabulary * max(of_step, _PREFILL_LOGITS * config.prefill_batch * ("logits" in config.keeps))
     heads = 2 * (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
     token = token_numbers(c) + heads
     choice = 4 * rows * c.num_heads * config.blocks_per_slot

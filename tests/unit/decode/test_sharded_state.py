@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from small_model import MODEL, PAGE, configuration
+from small_model import PAGE, configuration
 
 from et_jax.control.presets import preset
-from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.sharded import split
 from et_jax.decode.state import empty
 from et_jax.types import replace
@@ -37,7 +36,6 @@ def test_scales_of_8_bits_are_split_by_heads_and_what_has_none_by_nothing():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"others": (MODEL,), "draft": Drafting(most=3, drafter=None)}, "other models"),
         ({"controller": SHARED, "chunk": SEGMENT, "prefill_batch": SEGMENT}, "a budget that compares heads"),
     ],
 )

@@ -6,12 +6,12 @@ import sys
 
 import jax
 import pytest
-from capabilities import TINY, WIDE, folder, tiny
+from capabilities import SMALL, TINY, WIDE, WIDE_SMALL, adapter, folder, tiny
 
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading.verdict import verdict
-from et_jax.serve.requests import SamplingParams
+from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 over_devices = pytest.mark.devices
 PROMPTS = ["It was", "In the year 1801 the old king", "The sea"]
@@ -31,6 +31,21 @@ def test_texts_are_those_of_one_device_over_any_number(hardly_optimised):
         assert model.config.num_kv_heads == max(2, size)
         assert len(jax.tree.leaves(model.params)[0].addressable_shards) == size
         model.close()
+
+
+@over_devices
+def test_a_model_that_drafts_and_adapters_are_split_too(hardly_optimised):
+    requests = [GenerationRequest(prompt=one, params=GREEDY, adapter=name) for one in PROMPTS for name in (None, "a")]
+    written = []
+    for size in (1, 4):
+        beside = {"draft": str(folder(WIDE_SMALL)), "adapters": {"a": adapter(2, WIDE)}}
+        model = tiny(WIDE, dtype="float32", tensor_parallel=size, **beside)
+        rows = model.generate(requests)
+        written.append([(one.token_ids, [step.accepted for step in one.trace]) for one in rows])
+        assert {len(x.devices()) for x in jax.tree.leaves(model.weights)} == {size}
+        model.close()
+    assert written[0] == written[1]
+    assert written[0][0][0] != written[0][1][0] and any(sum(accepted) for _, accepted in written[0])
 
 
 @over_devices
@@ -77,7 +92,6 @@ def test_a_batch_goes_on_over_devices(tmp_path, hardly_optimised):
             r"tensor_parallel is 64, above the number of devices, \d; choose at most that \(XLA_FLAGS=",
         ),
         ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be"),
-        ({"tensor_parallel": 2, "draft": "bundled-small"}, "A second model is not supported over several devices"),
     ],
 )
 def test_what_cannot_be_split_is_refused(settings, sentence):
@@ -89,6 +103,8 @@ def test_what_cannot_be_split_is_refused(settings, sentence):
 def test_a_number_that_does_not_divide_the_model_is_refused():
     with pytest.raises(UsageError, match=r"tensor_parallel is 3; .* can be split over 1, 2, 4 devices"):
         tiny(TINY, tensor_parallel=3)
+    with pytest.raises(UsageError, match=r"tensor_parallel is 8; .* can be split over 1, 2, 4 devices"):
+        tiny(WIDE, tensor_parallel=8, draft=str(folder(SMALL)))
 
 
 def test_a_check_says_over_how_many_chips_a_model_fits():
