@@ -38,7 +38,12 @@ def test_a_model_that_drafts_and_adapters_are_split_too(hardly_optimised):
     requests = [GenerationRequest(prompt=one, params=GREEDY, adapter=name) for one in PROMPTS for name in (None, "a")]
     written = []
     for size in (1, 4):
-        beside = {"draft": str(folder(WIDE_SMALL)), "adapters": {"a": adapter(2, WIDE)}}
+        beside = {
+            "draft": str(folder(WIDE_SMALL)),
+            "draft_tokens": 3,
+            "draft_length": "fixed",
+            "adapters": {"a": adapter(2, WIDE)},
+        }
         model = tiny(WIDE, dtype="float32", tensor_parallel=size, **beside)
         rows = model.generate(requests)
         written.append([(one.token_ids, [step.accepted for step in one.trace]) for one in rows])
