@@ -73,10 +73,11 @@ def listed() -> list[Program]:
     return slice_programs() + decoder_programs() + notebook_programs() + kernel_programs()
 
 
-def collectives(text: str) -> str:
-    """Return how many collectives of each kind a compiled program has, for the report, and how many are small."""
-    counts = Counter("small" if _num_bytes(shape) <= SMALL else kind for shape, kind in COLLECTIVE.findall(text))
-    return ", ".join(f"{counts[name]} {name}" for name in sorted(counts, key=lambda name: (name == "small", name)))
+def collectives(text: str) -> tuple[str, int]:
+    """Return the number of large collectives of each kind in a compiled program, as reported, and of small ones."""
+    found = COLLECTIVE.findall(text)
+    large = Counter(kind for shape, kind in found if _num_bytes(shape) > SMALL)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(large.items())), len(found) - large.total()
 
 
 def _num_bytes(shape: str) -> int:
@@ -131,7 +132,8 @@ def check(program: Program) -> tuple[str, bool]:
             compiled = lowered.compile()
             text = compiled.as_text()
             sizes, faults = judged(lowering, compiled.memory_analysis(), text)
-            told, launched, before = collectives(text), launches(text), ""
+            large, small = collectives(text)
+            told, launched, before = f"{large}, {small} small" if large else "", launches(text), ""
             sizes += f" {time.perf_counter() - began:6.1f}"
             if passed is not None and not faults:
                 write_passed(passed, sizes, told, launched)
@@ -162,8 +164,8 @@ def judged(lowering: Lowering, memory: Any, text: str) -> tuple[str, list[str]]:
     if held + memory.temp_size_in_bytes > lowering.memory:
         faults.append(f"a chip has no more than {lowering.memory / 1e9:.0f} GB")
     faults += whole_copies(text, lowering.pool)
-    if (said := collectives(text)) != lowering.collectives:
-        faults.append(f"chips tell each other {said or 'nothing'}, not {lowering.collectives or 'nothing'}")
+    if (large := collectives(text)[0]) != lowering.collectives:
+        faults.append(f"the collectives are {large or 'none'}, not {lowering.collectives or 'none'}")
     sizes = (
         memory.temp_size_in_bytes,
         lowering.pool_bytes,

@@ -19,7 +19,7 @@ class Lowering:
     temporary_bound: bytes its temporaries must stay under. in_place: whether it must write the pool where it lies.
     on_chip: what it takes of the chip's own memories, by the kernel's count, or what the chip holds of a model that is
         split. memory: bytes that the chip has, for arguments, outputs and temporaries.
-    collectives: how often each way of chips to tell each other something is to stand in its text, as it is reported.
+    collectives: the collectives that its text must have, as they are reported; small ones are not counted.
     kernels: that a layer may launch in the loop over layers (`aot.launches`); None where launches are not counted.
     control: how many of these may be loops or conditionals.
     """

@@ -39,11 +39,7 @@ LARGE = Decoding(name="llama3_70b, int8, 80 layers", model=LLAMA3_70B, num_layer
 # On which slice each is compiled; the last ones, whose paths others take, only where all programs are asked for.
 USUAL = (("v5e", "2x4", MIXTRAL), ("v6e", "2x4", MIXTRAL))
 SELDOM = (("v5e", "4x4", LARGE), ("v5e", "2x4", MIXTRAL_INT8), ("v5e", "2x2", LLAMA), ("v5e", "2x4", LLAMA))
-# Once for all layers of a loop. In 8 bits the scale of a row that is split is its greatest number over all chips.
-COLLECTIVES = {
-    None: {"decode": "1 all-gather, 4 all-reduce", "prefill": "3 all-reduce"},
-    "int8": {"decode": "1 all-gather, 7 all-reduce", "prefill": "6 all-reduce"},
-}
+COLLECTIVES = "3 all-reduce"  # of embeddings, and in the loop over layers of attention and feed-forward
 
 
 def slice_programs() -> list[Program]:
@@ -104,5 +100,5 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         in_place=True,
         on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
         memory=one.memory,
-        collectives=COLLECTIVES[decoding.quantize][function],
+        collectives=COLLECTIVES,
     )
