@@ -1,18 +1,21 @@
 """Which tests see a fault: put those of tests/faults/*.toml into a copy of the code, one at a time.
 
-    python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test file enters, by running them
+    python scripts/plant_faults.py map [PYTEST ARGUMENTS]     # which functions each test enters, by running them
     python scripts/plant_faults.py run [--only FOLDER] [--jobs 2] [PYTEST ARGUMENTS]
 
-`run` gives every fault to the test files that enter the function it is in, first those named for its module, then the
-quickest, until a test fails. What runs in a process of its own enters nothing, so commands come last, and are tried for
-the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
-benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again.
+`run` gives every fault to tests until one fails: first to the quickest that enter the function it is in, then to all
+tests of the files that enter it, for a function that is traced once is entered by the first test alone. Files named for
+the fault's module come first. What runs in a process of its own enters nothing, so commands come last, and are tried
+for the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
+benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again, and one
+whose tests run longer than `SECONDS` gets none.
 """
 
 import argparse
 import ast
 import collections
 import concurrent.futures
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,8 @@ FAULTS, RESULTS = ROOT / "tests/faults", ROOT / "benchmarks/results/faults.json"
 COMMANDS, LAWS = "tests/commands", "tests/laws"  # what commands run is in processes of their own
 INNER = ("control", "decode", "models")  # commands are not tried for these: they would take minutes, and see little
 SECONDS = 1200  # for all tests of one fault
-Entered = dict[tuple[str, str], set[str]]
+QUICK = 60.0  # processor seconds of the tests that are tried first
+Entered = dict[tuple[str, str], set[str]]  # the tests that enter a function, which is (file, name)
 
 
 def faults() -> list[dict[str, str]]:
@@ -62,7 +67,7 @@ def function_of(fault: dict[str, str]) -> str | None:
 
 
 def make_map(folder: Path, arguments: list[str]) -> None:
-    """Run the tests with a plugin that records in `folder` which functions each file enters."""
+    """Run the tests with a plugin that records in `folder` which functions each enters."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{FAULTS}", "ENTERED": str(folder)}
@@ -71,7 +76,7 @@ def make_map(folder: Path, arguments: list[str]) -> None:
 
 
 def read_map(folder: Path) -> tuple[Entered, dict[str, float]]:
-    """Return the test files that enter each function, (file, name), and the seconds of each test file."""
+    """Return the tests that enter each function, and the processor seconds of each test."""
     entered: Entered = collections.defaultdict(set)
     seconds: dict[str, float] = collections.defaultdict(float)
     for part in folder.glob("*.jsonl"):
@@ -82,33 +87,47 @@ def read_map(folder: Path) -> tuple[Entered, dict[str, float]]:
     return entered, seconds
 
 
-def tests_of(fault: dict[str, str], entered: Entered, seconds: dict[str, float]) -> list[str]:
-    """Return the test files that could see a fault: those named for its module, then the quickest, commands last."""
+def tests_of(fault: dict[str, str], entered: Entered, seconds: dict[str, float]) -> tuple[list[str], list[str]]:
+    """Return the quick tests that enter the function of a fault, and the test files that could see it, in order."""
     name, module = function_of(fault), Path(fault["file"]).stem
     found = set[str]()
     for (file, function), tests in entered.items():
         if file == fault["file"] and (name is None or function == name or function.startswith(f"{name}.")):
             found |= tests
-    if any(test.startswith(LAWS) for test in found):  # the first law of a model traces it for all
-        found |= {test for test in seconds if test.startswith(LAWS)}
-    commands = {test for test in seconds if test.startswith(COMMANDS)}
-    found = found - commands if Path(fault["file"]).parent.name in INNER else found | commands
-    return sorted(found, key=lambda test: (test.startswith(COMMANDS), module not in Path(test).stem, seconds[test]))
+
+    def in_order(some: set[str], took: Mapping[str, float]) -> list[str]:
+        def turn(one: str) -> tuple[bool, bool, float]:
+            return one.startswith(COMMANDS), module not in Path(one.partition("::")[0]).name, took[one]
+
+        return sorted(some, key=turn)
+
+    ordered = in_order(found, seconds)
+    spent = itertools.accumulate(seconds[test] for test in ordered)
+    quick = [test for test, until in zip(ordered, spent, strict=True) if until < QUICK]
+    of_file = collections.Counter[str]()
+    for test, took in seconds.items():
+        of_file[test.partition("::")[0]] += took
+    files = {test.partition("::")[0] for test in found}
+    if any(file.startswith(LAWS) for file in files):  # the first law of a model traces it for all
+        files |= {file for file in of_file if file.startswith(LAWS)}
+    commands = {file for file in of_file if file.startswith(COMMANDS)}
+    files = files - commands if Path(fault["file"]).parent.name in INNER else files | commands
+    return quick, in_order(files, of_file)
 
 
 def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: list[str]) -> str | None:
-    """Return the first test that fails with a fault in a copy of the code in `folder`; None where none does."""
+    """Return the first test that fails with a fault in a copy of the code in `folder`; None where none does.
+
+    Raises subprocess.TimeoutExpired after `SECONDS`.
+    """
     ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
-    tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True))
+    tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True, dirs_exist_ok=True))
     place = tree / fault["file"]
     place.write_text(place.read_text(encoding="utf-8").replace(fault["old"], fault["new"]), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
     paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
     how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
-    try:
-        done = subprocess.run([*command, *tests, *arguments], **how)
-    except subprocess.TimeoutExpired:
-        return None
+    done = subprocess.run([*command, *tests, *arguments], **how)
     if done.returncode in (0, 5):  # 5: no test is chosen
         return None
     ended = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -123,16 +142,23 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
     tried = {(row["file"], row["what"]) for row in rows}
     chosen = [one for one in faults() if args.only in one["file"] and (one["file"], one["what"]) not in tried]
 
-    def one(fault: dict[str, str]) -> dict[str, Any]:
-        tests = tests_of(fault, entered, seconds)
-        with tempfile.TemporaryDirectory() as folder:
-            seen = seen_by(fault, Path(folder), tests, arguments)
+    def one(fault: dict[str, str]) -> dict[str, Any] | None:
+        quick, files = tests_of(fault, entered, seconds)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                seen = seen_by(fault, Path(folder), quick, arguments) if quick else None
+                seen = seen or (seen_by(fault, Path(folder), files, arguments) if files else None)
+        except subprocess.TimeoutExpired:
+            print(f"{fault['file']}: {fault['what']}: no result in {SECONDS} s", flush=True)
+            return None
         print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'}", flush=True)
-        return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(tests)}
+        return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(files)}
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as workers:
         for done in concurrent.futures.as_completed([workers.submit(one, fault) for fault in chosen]):
-            rows.append(done.result())
+            if (row := done.result()) is None:
+                continue
+            rows.append(row)
             RESULTS.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     print(f"{sum(row['seen_by'] is not None for row in rows)} of {len(rows)} faults seen")
 

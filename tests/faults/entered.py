@@ -1,4 +1,4 @@
-"""A plugin of pytest that notes which functions of the package each test file enters, for `scripts/plant_faults.py`."""
+"""A plugin of pytest that records which functions of the package each test enters, for `scripts/plant_faults.py`."""
 
 import json
 import os
@@ -14,7 +14,7 @@ _ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _entered: set[tuple[str, str]] = set()
 
 
-def _note(code: CodeType, _: int) -> object:
+def _record(code: CodeType, _: int) -> object:
     if code.co_filename.startswith(f"{_ROOT}et_jax{os.sep}"):
         name = code.co_qualname.replace(".<locals>", "")
         _entered.add((code.co_filename.removeprefix(_ROOT), name))
@@ -22,7 +22,7 @@ def _note(code: CodeType, _: int) -> object:
 
 
 sys.monitoring.use_tool_id(_TOOL, "entered")
-sys.monitoring.register_callback(_TOOL, sys.monitoring.events.PY_START, _note)
+sys.monitoring.register_callback(_TOOL, sys.monitoring.events.PY_START, _record)
 sys.monitoring.set_events(_TOOL, sys.monitoring.events.PY_START)
 
 
@@ -32,6 +32,6 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None):
     sys.monitoring.restart_events()
     begun = time.process_time()
     yield
-    row = {"test": item.nodeid.partition("::")[0], "seconds": time.process_time() - begun, "entered": sorted(_entered)}
+    row = {"test": item.nodeid, "seconds": time.process_time() - begun, "entered": sorted(_entered)}
     with (Path(os.environ["ENTERED"]) / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
