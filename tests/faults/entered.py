@@ -11,11 +11,12 @@ import pytest
 
 _TOOL = 4  # of sys.monitoring: no profiler or debugger has this number
 _ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
+_PACKAGE = f"{_ROOT}et_jax{os.sep}"
 _entered: set[tuple[str, str]] = set()
 
 
 def _record(code: CodeType, _: int) -> object:
-    if code.co_filename.startswith(f"{_ROOT}et_jax{os.sep}"):
+    if code.co_filename.startswith(_PACKAGE):
         name = code.co_qualname.replace(".<locals>", "")
         _entered.add((code.co_filename.removeprefix(_ROOT), name))
     return sys.monitoring.DISABLE  # once for each test is enough
