@@ -19,7 +19,6 @@ from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
 
 ROUNDING = 1e-4  # nats by which the truth may miss the interval
 ESTIMATORS: dict[str, Callable[[int], entropy.Estimator]] = {
-    "exact": lambda k: entropy.ExactEstimator(),
     "top k": entropy.TopKEstimator,
     "tail corrected, share 1/2": lambda k: entropy.TailCorrectedEstimator(k, 0.5),
     "tail corrected, share 1": lambda k: entropy.TailCorrectedEstimator(k, 1.0),
