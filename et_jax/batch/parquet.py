@@ -11,7 +11,8 @@ from typing import Any
 
 from et_jax.batch.strict import shown
 from et_jax.errors import UsageError
-from et_jax.io.schema import DatasetFile, checked, read_json
+from et_jax.io.json_files import checked, read_json
+from et_jax.io.schema import DatasetFile
 from et_jax.io.values import excerpt
 
 _ROWS = 64  # in memory at once

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from et_jax.cli.streams import Stream
 from et_jax.errors import UsageError
-from et_jax.io.schema import checked
+from et_jax.io.json_files import checked
 from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
 from et_jax.serve.requests import MAX_N
 

@@ -9,8 +9,8 @@ import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
+from et_jax.io.json_files import checked
 from et_jax.io.known import formatted, known_or_none, ratio
-from et_jax.io.schema import checked
 from et_jax.serve.totals import Totals
 
 _MOST = 3.4e38  # of float32, the device's dtype: sums and squares of such figures stay finite
