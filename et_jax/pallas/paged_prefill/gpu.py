@@ -25,11 +25,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import EIGHT_BITS, require_counts
 from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
+from et_jax.pallas.paged_prefill.gpu_sums import block_sums, tiles_seen
 from et_jax.softmax import Softmax, finite
 
 ROWS = 64  # query rows per consumer: the rows of one wgmma
@@ -130,36 +131,7 @@ def paged_prefill(
     if tile_lse is None:
         return out, None
     tile_lse = tile_lse[..., : t * group].reshape(b, k, m, s // TILE, t, group)
-    return out, _block_sums(tile_lse, _tiles_seen(starts, blocks, counts, tile_lse.shape, softmax.window))
-
-
-def _tiles_seen(
-    starts: Int[Array, " b"],
-    blocks: Int[Array, "b k m"] | None,
-    counts: Int[Array, "b k"] | None,
-    shape: tuple[int, ...],
-    window: int | None,
-) -> Bool[Array, "b #k m tiles t"]:
-    """Return which queries attend to any token of which tiles, in the shape of tile sums; no other sum is written."""
-    _, _, m, tiles, t, _ = shape
-    entry = jnp.arange(m, dtype=jnp.int32)
-    block = entry[None, None] if blocks is None else blocks
-    position = (starts[:, None] + jnp.arange(t, dtype=jnp.int32))[:, None, None, None]
-    token = (block[..., None] * tiles + jnp.arange(tiles, dtype=jnp.int32))[..., None] * TILE
-    seen_mask = token <= position
-    if window is not None:
-        seen_mask &= position - (token + TILE - 1) < window
-    return seen_mask if counts is None else seen_mask & (entry < counts[..., None])[..., None, None]
-
-
-def _block_sums(
-    tile_lse: Float[Array, "b k m tiles t g"], seen_mask: Bool[Array, "b #k m tiles t"]
-) -> Float[Array, "b t h m"]:
-    """Return the log-sum-exp of each block from those of its tiles, -inf if no token is visible."""
-    b, k, m, tiles, t, group = tile_lse.shape
-    tile_lse = jnp.where(seen_mask[..., None], tile_lse, -jnp.inf)
-    lse = functools.reduce(jnp.logaddexp, (tile_lse[:, :, :, tile] for tile in range(tiles)))
-    return lse.transpose(0, 3, 1, 4, 2).reshape(b, t, k * group, m)
+    return out, block_sums(tile_lse, tiles_seen(starts, blocks, counts, tile_lse.shape, softmax.window))
 
 
 def _attend_block(
