@@ -83,7 +83,7 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
 
 def test_the_command_line_fills_in_what_it_has():
     def settings(*more: str) -> EngineConfig:
-        return generate._engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
+        return engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
 
     asked = settings("--page-size", "32", "--replicas", "2", "--max-num-batched-tokens", "64")
     expected = {"page_size": 32, "replicas": 2, "max_num_batched_tokens": 64, "max_num_seqs": 5}
