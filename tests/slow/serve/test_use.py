@@ -108,7 +108,7 @@ def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_
         patch.setattr(Replicas, "warm_up", lambda *_: own.close())
         with pytest.raises(UsageError, match=CLOSED):
             own.generate(PROMPTS, PARAMS)
-    assert live() == before and not own._replicas
+    assert live() == before and not own._decoders.serving
     own = reopened(two_slots)
     [replica] = own.replicas().replicas
     decode = replica._decode

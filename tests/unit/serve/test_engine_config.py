@@ -7,6 +7,7 @@ import pytest
 
 from et_jax import generate
 from et_jax.cli import flags
+from et_jax.commands.settings import engine
 from et_jax.control.controller import Controller
 from et_jax.control.experts import Mass
 from et_jax.control.presets import PRESETS, preset

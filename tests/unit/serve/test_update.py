@@ -68,7 +68,7 @@ def test_a_saved_prefix_is_of_the_weights_that_read_it_and_needs_room(models, tm
     assert [replica.pool.num_kept for replica in model.replicas().replicas] == kept
     with pytest.raises(UsageError, match="with another model, adapter or dtype"):
         other.load_prefix(file)
-    with pytest.raises(UsageError, match="of which no chunk of 16 is kept; give a longer one"):
+    with pytest.raises(UsageError, match="of which no chunk of 16 is cached; give a longer one"):
         model.save_prefix("It", tmp_path / "short")
     with contextlib.closing(model.stream(["It was"] * 2, max_tokens=64, ignore_eos=True)) as stream:
         next(stream)
