@@ -81,7 +81,7 @@ def engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -
 
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
-    given |= {"tell_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
+    given |= {"trace_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 
 

@@ -38,7 +38,7 @@ class TokenTrace:
     alternating models produced the token, None with a single model; the figures are then that model's, and the token
     is charged for the work of both models since the previous token. Of `audited` tokens of one model that the other
     caught up with for this token, `agreed` were the other's most likely ones. `reads[layer][head]` is `blocks_read` by
-    layer and KV head; None without `load(tell_reads=True)`, or if the small model, whose layers differ, produced the
+    layer and KV head; None without `load(trace_reads=True)`, or if the small model, whose layers differ, produced the
     token. `experts` is the number of experts, over all layers, that the previous token and the tokens drafted with it
     used; None if the model is not a mixture.
     """
@@ -176,9 +176,9 @@ class Completion:
 
         Raises UsageError for a completion that no run returns, see `checked_completion`.
         """
-        whole = checked_completion(self)
-        said = [html.paragraph(whole.error)] if whole.error else []
-        return "".join([drawn(whole.trace, whole.prompt), html.paragraph(_ended(whole)), *said])
+        one = checked_completion(self)
+        said = [html.paragraph(one.error)] if one.error else []
+        return "".join([drawn(one.trace, one.prompt), html.paragraph(_ended(one)), *said])
 
     def _repr_html_(self) -> str:
         return html.boxed(self.drawn())

@@ -87,7 +87,7 @@ class EngineConfig:
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
-    tell_reads: bool = False
+    trace_reads: bool = False
     cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
     cache_policy: str | None = _decisive(None)
     experts: str | ExpertRule | None = dataclasses.field(default=None, metadata={"decisive": True})
@@ -105,7 +105,7 @@ class EngineConfig:
             "cache_dtype": _choice("cache_dtype", self.cache_dtype, CACHE_DTYPES),
             "calibration": _choice("calibration", self.calibration, CALIBRATIONS),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
-            "tell_reads": values.boolean("tell_reads", self.tell_reads),
+            "trace_reads": values.boolean("trace_reads", self.trace_reads),
             "preempt_every": values.integer("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
             "control": self.control if isinstance(self.control, str) else controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),

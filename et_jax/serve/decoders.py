@@ -124,7 +124,7 @@ class Decoders:
             devices = [home, *(device for device in jax.local_devices() if device != home)]
             weights = put(weights, devices[number % len(devices)])
         elif (there := sharding.mesh_of(mesh.size, number)) != mesh:
-            own = executables.kept(decoder(replace(own.config, mesh=there)))
+            own = executables.cached(decoder(replace(own.config, mesh=there)))
             weights = put(weights, sharding.over(weights, there))
         return Replica(
             weights,
@@ -134,7 +134,7 @@ class Decoders:
             metrics=self.metrics,
             # Cached pages lack the logits that the surprisal of the next token requires, tokens that only the small
             # model has prefilled, and a prefill budget's record of the tokens before them.
-            keep_prefixes=self.settings.prefix_cache
+            cache_prefixes=self.settings.prefix_cache
             and "surprisals" not in own.config.keeps
             and not own.config.lazy
             and own.config.controller.budget is None,
@@ -146,7 +146,7 @@ class Decoders:
         wanted = _structure(config)
         with self.lock:
             compiled = self.compiled
-            found = compiled.pop(wanted, None) or executables.kept(decoder(config))
+            found = compiled.pop(wanted, None) or executables.cached(decoder(config))
             compiled[wanted] = found  # now the most recently used
             for old in list(compiled)[:-_MOST_DECODERS]:
                 del compiled[old]
@@ -156,7 +156,7 @@ class Decoders:
         """Return the decoder for `score` under a configuration of `serve.scoring`; the largest so far is cached."""
         with self.lock:
             if self._scoring is None or self._scoring.config.num_pages < config.num_pages:
-                self._scoring = executables.kept(decoder(config))
+                self._scoring = executables.cached(decoder(config))
             return self._scoring
 
     def configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:

@@ -253,24 +253,24 @@ def _prompts(prompts: Any, most: int) -> list[Any]:
         return [prompts]
     if getattr(prompts, "ndim", 0) == 1:
         check_length(len(prompts), most)
-    whole = list(prompts) if isinstance(prompts, Iterator) else values.plain(prompts)
-    if isinstance(whole, str):
-        return [whole]
-    if not values.is_list(whole):
+    given = list(prompts) if isinstance(prompts, Iterator) else values.plain(prompts)
+    if isinstance(given, str):
+        return [given]
+    if not values.is_list(given):
         advice = ""
-        if values.is_bytes(whole):
+        if values.is_bytes(given):
             advice = "; decode the bytes first"
-        elif type(whole) is int:
-            advice = f"; write [{whole}] for a prompt of this one token" if abs(whole) < 2**63 else ""
-        elif isinstance(whole, Set | Mapping):
+        elif type(given) is int:
+            advice = f"; write [{given}] for a prompt of this one token" if abs(given) < 2**63 else ""
+        elif isinstance(given, Set | Mapping):
             advice = "; write a list, which has an order"
-        elif hasattr(whole, "__fspath__"):
+        elif hasattr(given, "__fspath__"):
             advice = "; read the file first"
-        raise UsageError(f"prompts is {values.shown(whole)}; it must be {_WANTED}{advice}.")
-    if len(whole) and all(_is_id(one) for one in (whole[0], whole[-1])):
-        check_length(len(whole), most)
-        return [whole]
-    return list(whole)
+        raise UsageError(f"prompts is {values.shown(given)}; it must be {_WANTED}{advice}.")
+    if len(given) and all(_is_id(one) for one in (given[0], given[-1])):
+        check_length(len(given), most)
+        return [given]
+    return list(given)
 
 
 def _is_id(value: Any) -> bool:

@@ -44,7 +44,7 @@ class Replica:
     """The decode state of one decoder, and the sequences in its slots.
 
     Every round prefills at most `max_num_batched_tokens` tokens of `settings`, the rows of a step included, and decodes
-    for about `burst_seconds`. With `keep_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
+    for about `burst_seconds`. With `cache_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
     rounds (0: never) a sequence is preempted without need, to test that its tokens do not change.
 
     Sequences come from `queue`, and return to it if pages run out. A round owns the queue's lock except while it waits
@@ -62,7 +62,7 @@ class Replica:
         settings: EngineConfig,
         *,
         metrics: Metrics,
-        keep_prefixes: bool = True,
+        cache_prefixes: bool = True,
     ) -> None:
         self.config, self.queue, self.metrics = decoder.config, queue, metrics
         self.device = Device(weights, decoder)
@@ -71,13 +71,13 @@ class Replica:
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
             chunk=self.config.chunk,
-            keep_prefixes=keep_prefixes,
+            cache_prefixes=cache_prefixes,
             most_per_step=self._most_per_step,
             compressing=_compressing(self.config),
         )
         self.lock, self.broken, self.under_way = threading.Lock(), False, False
         self.burst_seconds = _BURST_SECONDS
-        self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
+        self._caches_prefixes, self._preempt_every = cache_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
         self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
         self._clock = StepClock(self.config)
@@ -90,14 +90,14 @@ class Replica:
     # Rounds.
 
     @placed()
-    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+    def warm_up(self, report: Callable[[str], None], drafts: bool) -> None:
         """Compile every program; without `drafts` the drafting program is compiled in the background."""
         before = made()
         short = self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
-        self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
+        self.device.warm_up(report, shares=self._caches_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
         ready = made() - before
         self.metrics.add_programs(ready)
-        tell(str(ready))
+        report(str(ready))
 
     @placed()
     def advance(self) -> None:
@@ -202,11 +202,11 @@ class Replica:
                 sequence.prompt_read = prompt_read(records, slot)
         for slot, sequence in complete:
             self._insert(slot, sequence)
-        if complete and self._keeps_prefixes:
+        if complete and self._caches_prefixes:
             table = self.queue.fetched(self.device.state.table.pages)
             for slot, sequence in complete:
                 if sequence.status is Status.RUNNING:
-                    self.device.keep(self.pool.keep(slot, table[slot].tolist()))
+                    self.device.reference(self.pool.cache(slot, table[slot].tolist()))
 
     def _is_complete(self, slot: int) -> bool:
         """Return whether the prompt of a slot's sequence is in the cache, except for its last token."""
@@ -248,11 +248,11 @@ class Replica:
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence was promised pages and did not get them")
         seconds = time.perf_counter() - began
-        self.device.note(len(running), variant, seconds)
+        self.device.record(len(running), variant, seconds)
         if not promises:  # with promises, `seconds` includes a prefill
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
             compiling = self.device.making  # a concurrent compilation slows the steps
-            laws = None if compiling else self._clock.note(output, ran, seconds, variant)
+            laws = None if compiling else self._clock.record(output, ran, seconds, variant)
             if laws is not None:
                 self.device.set_draft_laws(laws)
         self.metrics.steps += ran

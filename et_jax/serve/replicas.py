@@ -36,10 +36,10 @@ class Replicas:
         """Whether no sequence is in the queue or in a slot."""
         return all(replica.idle for replica in self.replicas)
 
-    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+    def warm_up(self, report: Callable[[str], None], drafts: bool) -> None:
         """Compile every program; without `drafts` the drafting program is compiled in the background."""
         for replica in self.replicas:
-            replica.warm_up(tell, drafts)
+            replica.warm_up(report, drafts)
 
     def advance(self, unless: Callable[[], bool]) -> None:
         """Start a round on every replica that has sequences, and return when any round has ended.

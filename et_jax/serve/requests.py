@@ -268,8 +268,8 @@ class GenerationRequest:
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise UsageError(f"adapter is {values.shown(self.adapter)}; it must be the name of one.")
         if self.draft_tokens is not None:
-            whole = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
-            object.__setattr__(self, "draft_tokens", whole)
+            number = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
+            object.__setattr__(self, "draft_tokens", number)
 
 
 def _numbers(given: Any) -> dict[str, int | float]:
@@ -290,7 +290,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         at = values.broken_at(prompt)
         if at is not None:
-            raise UsageError(f"prompt holds half of a surrogate pair at character {at + 1}; write the character whole.")
+            raise UsageError(f"prompt holds half of a surrogate pair at character {at + 1}; write the full character.")
         return prompt
     if values.is_list(prompt):
         return values.ids("prompt", prompt, _PROMPT)

@@ -40,7 +40,7 @@ class Prefix(NamedTuple):
 
 def caching(replicas: Replicas) -> Replicas:
     """Return the replicas. Raises UsageError if they have no prefix cache."""
-    if not replicas.replicas[0].pool.keeps_prefixes:
+    if not replicas.replicas[0].pool.has_prefix_cache:
         raise UsageError(
             "Prompts are not cached with prefix_cache=False, lazy_prefill, a prefill budget or this control."
         )
@@ -70,7 +70,7 @@ def load(path: str | Path, replicas: Replicas) -> int:
 @placed()
 def cached(replica: Replica, prompt: list[int]) -> Prefix | None:
     """Return the cached prefix of a prompt on a locked replica; None if there is none, or no slot is free."""
-    pages, free = replica.pool.kept_of(prompt), replica.slots.free
+    pages, free = replica.pool.cached_prefix(prompt), replica.slots.free
     if not pages or not free:
         return None
     slot = free[0]
@@ -108,7 +108,7 @@ def enter(replica: Replica, prefix: Prefix) -> None:
     pool.swap_in(slot, [*tokens, tokens[-1]], len(tokens), len(tokens))
     device.evict(pool.settle())
     device.fill(slot, len(tokens), parts)
-    device.keep(pool.keep(slot, jax.device_get(device.state.table.pages)[slot].tolist()))
+    device.reference(pool.cache(slot, jax.device_get(device.state.table.pages)[slot].tolist()))
     pool.release(slot)
     device.release(slot)
 
@@ -170,8 +170,8 @@ def depends_on(replica: Replica) -> dict[str, Any]:
     """
     config, model = replica.config, hashlib.blake2b(digest_size=16)
     for each, weights in zip(config.models, replica.device.weights, strict=True):
-        told = repr(each) if isinstance(each, ModelConfig) else each.architecture
-        model.update(f"{told} {weights_fingerprint(weights)}\n".encode())
+        described = repr(each) if isinstance(each, ModelConfig) else each.architecture
+        model.update(f"{described} {weights_fingerprint(weights)}\n".encode())
     return {
         "model": model.hexdigest(),
         "platform": jax.default_backend(),

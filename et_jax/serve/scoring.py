@@ -79,7 +79,7 @@ def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderC
     batch = max(config.chunk, _TOKENS // config.chunk * config.chunk)
     plain = {"draft": None, "others": (), "lazy": False, "audit": False, "compression": None, "penalties": False}
     sizes = {"num_slots": _SLOTS, "batch": _SLOTS, "num_pages": rounded, "prefill_batch": batch}
-    return dataclasses.replace(config, controller=Controller(), keep=frozenset(), tell_reads=False, **plain, **sizes)
+    return dataclasses.replace(config, controller=Controller(), keep=frozenset(), trace_reads=False, **plain, **sizes)
 
 
 def scored(

@@ -68,7 +68,7 @@ class Slots:
         assert sequence.slot is not None
         slot, running = sequence.slot, sequence.status is Status.RUNNING
         if running:
-            copies = self.device.swap_out(slot, self.pool.num_held(slot))
+            copies = self.device.swap_out(slot, self.pool.num_allocated(slot))
             sequence.row, sequence.swapped = self.queue.fetched(copies)
         self._vacate(sequence)
         sequence.status = Status.SWAPPED if running else Status.WAITING

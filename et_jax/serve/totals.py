@@ -113,7 +113,7 @@ class Totals:
             entropy=mean(row.entropy for row in rows),
             surprisal=mean(row.surprisal for row in rows),
             constrained_entropy=mean(left for _, left in bound),
-            decided=1 - ratio(sum(left for _, left in bound), sum(whole for whole, _ in bound)),
+            decided=1 - ratio(sum(left for _, left in bound), sum(full for full, _ in bound)),
             attention_entropy=mean(row.attention_entropy for row in rows),
             temperatures=(min(heats), max(heats)) if heats else None,
             blocks_read=sum(row.blocks_read for row in rows),
@@ -209,9 +209,9 @@ class Totals:
             said.append(f"{100 * self.prompt_share_read:.0f}% of blocks read of the prompt")
         if math.isfinite(self.prompt_mass_kept):
             said.append(f"on which was {self.prompt_mass_kept:.3f} of its attention")
-        whole = self.tokens_cached + self.tokens_left_out
+        num_tokens = self.tokens_cached + self.tokens_left_out
         counted = (
-            (self.tokens_left_out, f"{self.tokens_cached} of {whole} tokens held in the cache"),
+            (self.tokens_left_out, f"{self.tokens_cached} of {num_tokens} tokens in the cache"),
             (self.drafted, f"{self.accepted} of {self.drafted} drafted tokens accepted"),
             (self.by_turns, f"{self.by_small} of {self.tokens} tokens by the small model"),
             (self.audited, f"{self.agreed} of {self.audited} words of one were likeliest to the other"),

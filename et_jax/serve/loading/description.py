@@ -26,10 +26,10 @@ def description(
     `remarks` come from loading.
     """
     model = config.model
-    held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
+    stored = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
     refusals = serving_backend(model, config.page_size, config.weights_dtype, config.cache_dtype)[1]
     return [
-        f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {held}",
+        f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {stored}",
         *remarks,
         f"device {jax.devices()[0].device_kind}, attention backend {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
@@ -40,7 +40,7 @@ def description(
         *_drafting(settings, config),
         *_experts(config),
         *([] if plan is None else plan.table()),
-        f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
+        f"compile cache in {jax.config.jax_compilation_cache_dir or 'memory only'}",
     ]
 
 
@@ -70,7 +70,9 @@ def _scoring(config: DecoderConfig) -> list[str]:
         return []
     backend, refusals = config.scoring
     least = config.controller.min_context
-    chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
+    chosen = []
+    if least is not None:
+        chosen = [f"blocks are selected {min_context.described(least)}; min_context 0 selects always"]
     return [
         f"blocks scored by {backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),

@@ -44,7 +44,7 @@ def named(name: str, platform: str, **given: float | int | None) -> Controller:
     return preset(name, **given)
 
 
-def told(least: int) -> str:
+def described(least: int) -> str:
     """Return in words from which length on blocks are selected."""
     if least >= NEVER:
         return "never, for no length was found at which that saves time here"

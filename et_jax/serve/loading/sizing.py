@@ -88,7 +88,7 @@ def decoder_config(
         penalties=True,
         calibration=(calibration or Calibration()).of(model),
         compression=_compression(settings, model, page_size),
-        tell_reads=settings.tell_reads,
+        trace_reads=settings.trace_reads,
         stacked=stacks.stacked_on(platform),
         num_adapters=len(settings.adapters or ()),
     )

@@ -50,7 +50,7 @@ def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
     before = live()
     with reopened(two_slots, replicas=2) as own:
         copied = jax.tree.map(jnp.copy, two_slots.weights)
-        own._weights = copied
+        own._decoders._weights = copied
         del copied
         own.generate(PROMPTS, PARAMS)
         open_stream, unbegun = own.stream(PROMPTS, max_tokens=60, ignore_eos=True), own.stream(PROMPTS, PARAMS)
