@@ -113,10 +113,10 @@ def _measure(args: argparse.Namespace, folder: Path, adapter: Path | None, model
         read = [read_text(TEXT, "The text")] if texts is None else texts
         tokens = calibrating.rows(tokenizer, read, str(named), args.rows or calibrating.ROWS, length)
     with Status() as status, own_settings():
-        status.tell(f"loading {args.model}")
+        status.show(f"loading {args.model}")
         params = calibrating.floats(folder, model, "auto", usable_memory(0.9), adapter)
-        sensitivity = calibrating.measured(args.model, model, params, tokens, status.tell).astype(np.float32)
-        status.tell("fitting the temperature")
+        sensitivity = calibrating.measured(args.model, model, params, tokens, status.show).astype(np.float32)
+        status.show("fitting the temperature")
         logits, targets = held_out_logits(model, params, tokens)
         temperature = float(fit_temperature(logits, targets))
         before, after = (float(negative_log_likelihood(logits, targets, t)) for t in (1.0, temperature))

@@ -162,12 +162,12 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked, chat=args.chat)
-    signals.hold()  # the first signal waits until they are kept
+    signals.hold()  # the first signal waits until they are written
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    kept = args.plot is None or command.tried(lambda: plot(answers, Path(args.plot)))
-    kept &= command.tried(lambda: _write(args.json, report))
+    written = args.plot is None or command.succeeded(lambda: plot(answers, Path(args.plot)))
+    written &= command.succeeded(lambda: _write(args.json, report))
     print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)  # whose reader may be gone
-    return signals.code or (0 if kept else command.FAILED)
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int], signals: Signals) -> int:
@@ -188,8 +188,8 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
             {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
         ]
     signals.hold()
-    told = _about(args) | {"samples": args.samples, "loss": report}
-    kept = command.tried(lambda: _write(args.json, told))
+    facts = _about(args) | {"samples": args.samples, "loss": report}
+    written = command.succeeded(lambda: _write(args.json, facts))
     out = sys.stderr if args.json == "-" else sys.stdout
     for row in report:
         spans = "  ".join(
@@ -197,7 +197,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         )
         print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
         print(f"{row['nats_per_byte']:.3f} a byte; by position {spans}", file=out)
-    return signals.code or (0 if kept else command.FAILED)
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signals: Signals) -> int:
@@ -210,9 +210,9 @@ def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signa
         found.append(scored.figures(score))
         print(scored.line(number, found[-1]), file=out, flush=True)
     signals.hold()
-    kept = args.plot is None or command.tried(lambda: scored.plot(found, Path(args.plot)))
-    kept &= command.tried(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
-    return signals.code or (0 if kept else command.FAILED)
+    written = args.plot is None or command.succeeded(lambda: scored.plot(found, Path(args.plot)))
+    written &= command.succeeded(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -183,23 +184,24 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
             signals.said = "interrupted"
             report.take(event)
     report.close()
-    kept = [command.tried(report.check_trace)]
+    written = [command.succeeded(report.check_trace)]
     if args.metrics is not None:
-        kept.append(command.tried(lambda: model.metrics.write(Path(args.metrics))))
+        written.append(command.succeeded(lambda: model.metrics.write(Path(args.metrics))))
     if args.plot is not None and report.completions:
         from et_jax.report.plot import plot_trace
 
-        kept.append(command.tried(lambda: plot_trace(report.completions[0], Path(args.plot))))
+        written.append(command.succeeded(lambda: plot_trace(report.completions[0], Path(args.plot))))
     if args.report is not None:
         from et_jax.report.page import write_report
 
-        facts, decode = settings.facts(args), model.tokenizer.decode
-        kept.append(command.tried(lambda: write_report(report.completions, args.report, facts=facts, decode=decode)))
+        about, decode = settings.facts(args), model.tokenizer.decode
+        page = partial(write_report, report.completions, args.report, facts=about, decode=decode)
+        written.append(command.succeeded(page))
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
             return command.FAILED
-    return signals.code or (0 if all(kept) else command.FAILED)
+    return signals.code or (0 if all(written) else command.FAILED)
 
 
 def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
@@ -271,13 +273,13 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
         if is_table(table) and summary.done == summary.total:
             write_table(table, output, read_entries(lines, args.prompt_column))
     print(summary, file=sys.stderr)
-    kept = args.report is None or command.tried(
+    written = args.report is None or command.succeeded(
         lambda: write_batch_report(output, Path(args.report), facts=settings.facts(args), extremes=extremes)
     )
     if summary.done < summary.total:
         print(_RESUME.format(output), file=sys.stderr)
         return signals.code or command.FAILED
-    return 0 if kept else command.FAILED
+    return 0 if written else command.FAILED
 
 
 def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
@@ -304,14 +306,14 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
     for source, output in placed.items():
         check_paths({"--input": source}, {"--output": output}, local_model(args.model))
     decisive = settings.batch_settings(args, engine, defaults, platform)
-    print(folder.run(placed, decisive, engine, defaults, fleet, told=args.verbose), file=sys.stderr)
+    print(folder.run(placed, decisive, engine, defaults, fleet, verbose=args.verbose), file=sys.stderr)
     return 0
 
 
 def _load(args: argparse.Namespace, engine: "EngineConfig", status: "Status") -> "Model":
     from et_jax.serve.engine import load
 
-    model = load(**engine.given, progress=status.tell)
+    model = load(**engine.given, progress=status.show)
     if args.verbose:
         status.clear()
         for line in model.describe():

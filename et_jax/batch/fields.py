@@ -62,8 +62,8 @@ def _message(message: Any) -> dict[str, str]:
     content = given.get("content")
     if isinstance(content, list):  # parts, of which only text is supported
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        content = "".join(map(str, texts)) if whole else None
+        only_texts = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(map(str, texts)) if only_texts else None
     if not isinstance(given.get("role"), str) or not isinstance(content, str):
         raise UsageError(f"messages holds {shown(message)}; each must have a role and a content, both texts.")
     if strange := sorted(given.keys() - {"role", "content", "name"}):

@@ -191,7 +191,7 @@ def _object(line: Line) -> tuple[dict[str, Any], bytes]:
     except UnicodeDecodeError as error:
         raise UsageError(f"The line is not UTF-8 (byte {error.start + 1}); save the file as UTF-8.") from error
     except UnicodeEncodeError as error:
-        raise UsageError("The line holds half of a surrogate pair; write the character whole.") from error
+        raise UsageError("The line holds half of a surrogate pair; write the full character.") from error
     except ValueError as error:
         raise UsageError(f"The line is not JSON ({excerpt(str(error), 200)}); mend it.") from error
     if not isinstance(values, dict):

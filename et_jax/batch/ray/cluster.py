@@ -62,14 +62,14 @@ def platform_of(resources: Resources) -> str:
 
 
 @contextmanager
-def connected(address: str | None, *, told: bool) -> Iterator[Any]:
+def connected(address: str | None, *, verbose: bool) -> Iterator[Any]:
     """Connect to the cluster at `address`, "host:port", or start one on this machine alone; yield the module `ray`.
 
-    With `told` what workers print is shown. Raises UsageError where no cluster answers.
+    With `verbose` the output of workers is shown. Raises UsageError if no cluster answers.
     """
     module = ray()
-    logging.getLogger("ray.data").setLevel(logging.INFO if told else logging.ERROR)
-    quiet = {"log_to_driver": told, "logging_level": logging.ERROR}
+    logging.getLogger("ray.data").setLevel(logging.INFO if verbose else logging.ERROR)
+    quiet = {"log_to_driver": verbose, "logging_level": logging.ERROR}
     heeded = signal.getsignal(signal.SIGTERM)
     if address is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -152,7 +152,7 @@ def settle(resources: Resources) -> None:
 def own_cores(count: int, folder: Path) -> list[int]:
     """Return `count` cores of this machine: such as no other actor holds, as long as there are any.
 
-    They are held by locks on files in `folder`, until the process ends, in whatever way.
+    They are reserved by locks on files in `folder`, until the process ends, in whatever way.
     """
     free, shared = [], []
     for core in sorted(os.sched_getaffinity(0)):

@@ -83,7 +83,7 @@ class Engine:
             self._blocks -= 1
             if not self._blocks:
                 self._seconds += time.monotonic() - self._began
-                print(self.told(), flush=True)
+                print(self.summary(), flush=True)
 
     def answers(self, entries: Sequence[Entry]) -> list[Answer]:
         """Decode the entries of a block; return the result of each, in the order in which they ended."""
@@ -105,7 +105,7 @@ class Engine:
             self._nats += sum(completion.entropic_time for completion in one.completions)
         return found
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a readable summary of the engine's work so far."""
         metrics, seconds = self.model.metrics, max(self._seconds, 1e-9)
         idle = idle_share(metrics.step_rows, metrics.idle_rows)
@@ -153,9 +153,9 @@ class Decoder(Engine):
             raise UsageError(f"The dataset has a column {taken[0]}, which decoding writes; rename it.")
         rows = table.to_pylist()
         found = {one.entry.line: one for one in self.answers([self._entry(i, row) for i, row in enumerate(rows)])}
-        told = [self._told(found[i]) for i in range(len(rows))]
+        values_of = [self._values(found[i]) for i in range(len(rows))]
         for name, kind in kinds(arrow, COLUMNS, (*_COUNTS, "seed")).items():
-            column = arrow.array([row[name] for row in told], type=kind)
+            column = arrow.array([row[name] for row in values_of], type=kind)
             place = names.index(name) if name in names else None
             table = table.append_column(name, column) if place is None else table.set_column(place, name, column)
         return table
@@ -177,7 +177,7 @@ class Decoder(Engine):
             line=number, custom_id=None if name is None else str(name), id=str(number), values=line, problem=problem
         )
 
-    def _told(self, answer: Answer) -> dict[str, Any]:
+    def _values(self, answer: Answer) -> dict[str, Any]:
         """Return the values of the columns that are added."""
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         if answer.task is not None:
@@ -217,11 +217,11 @@ def decode(
 
     Raises UsageError where Ray is not installed, or the cluster has no room for the actors.
     """
-    module, held = cluster.ray(), cluster.check_resources(resources or {})
+    module, checked = cluster.ray(), cluster.check_resources(resources or {})
     actors = values.integer("concurrency", concurrency, 1)
-    cluster.check_room(module, actors, held)
+    cluster.check_room(module, actors, checked)
     given = {"config": config, "prompt": prompt, "id": id, "defaults": defaults}
-    return in_actors(dataset, Decoder, given, config, actors, held)
+    return in_actors(dataset, Decoder, given, config, actors, checked)
 
 
 def in_actors(
@@ -230,11 +230,11 @@ def in_actors(
     given: Mapping[str, Any],
     config: EngineConfig,
     actors: int,
-    held: cluster.Resources,
+    resources: cluster.Resources,
 ) -> Any:
     """Return a dataset that is cut into blocks and mapped by `actors` of a class, each made of what is `given`."""
     size = rows_of_block(config)
-    own = {name: amount for name, amount in held.items() if name not in ("CPU", "GPU")}
+    own = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return dataset.repartition(target_num_rows_per_block=size).map_batches(
         actor,
         batch_size=size,
@@ -243,7 +243,7 @@ def in_actors(
         compute=cluster.ray().data.ActorPoolStrategy(
             size=actors, max_concurrent_calls_per_actor=BLOCKS, max_tasks_in_flight_per_actor=BLOCKS + _WAITING
         ),
-        num_cpus=held.get("CPU", 0),
-        num_gpus=held.get("GPU", 0),
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
         **({"resources": own} if own else {}),
     )

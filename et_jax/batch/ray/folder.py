@@ -94,18 +94,18 @@ def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
     """Read the shard of a row, and yield what has to be served of it: each line as the Entry that it makes, in JSON."""
     [shard] = batch.to_pylist()
     marks = array.array("Q", shard["marks"])
-    held: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
     try:
         for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]), shard["column"])):
             if not shard["recorded"][number]:
-                held.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
-            if len(held) == _READ:
-                yield _table(held)
-                held = []
+                pending.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
+            if len(pending) == _READ:
+                yield _table(pending)
+                pending = []
     except UsageError as error:
-        held.append({"fault": str(error), "shard": shard["shard"], "entry": ""})
-    if held:
-        yield _table(held)
+        pending.append({"fault": str(error), "shard": shard["shard"], "entry": ""})
+    if pending:
+        yield _table(pending)
 
 
 class LineDecoder(Engine):
@@ -189,11 +189,11 @@ def run(
     defaults: Defaults,
     fleet: Fleet,
     *,
-    told: bool = False,
+    verbose: bool = False,
 ) -> Sums:
     """Serve the lines of every shard that have no row yet, by actors of `fleet`, and return what it came to.
 
-    `placed` has the output of each shard, `settings` what all rows depend on. With `told` what actors print is shown.
+    `placed` has the output of each shard, `settings` what all rows depend on. With `verbose` actors may print.
 
     Raises UsageError where a shard is no file of lines or changes amid the work, an output is another job's, or there
     is no Ray, no cluster or no room; rows that are written stay.
@@ -223,7 +223,7 @@ def run(
                 for number, ((source, output), one) in enumerate(zip(placed.items(), surveys, strict=True))
                 if one.done < one.total
             ]
-            module = stack.enter_context(cluster.connected(fleet.address, told=told))
+            module = stack.enter_context(cluster.connected(fleet.address, verbose=verbose))
             cluster.check_room(module, fleet.actors, fleet.resources)
             _serve(module, items, journals, sums, config, defaults, fleet)
     return sums
