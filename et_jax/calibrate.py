@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m et_jax.calibrate",
-        description="Measure a model's temperature and how sensitive it is to each of its heads, and keep both.",
+        description="Measure a model's temperature and how sensitive it is to each of its heads, and save both.",
         allow_abbrev=False,
     )
     p.add_argument(
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    signals.said = "interrupted: nothing was kept"
+    signals.said = "interrupted: nothing was saved"
     streams.check_standard_output()
     for name, least, most in (("rows", 1, _MOST_ROWS), ("length", _LEAST_LENGTH, 2**20)):
         if getattr(args, name) is not None:

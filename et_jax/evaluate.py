@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m et_jax.evaluate",
-        description="Ask a model questions whose answers stand somewhere in a long text.",
+        description="Ask a model questions whose answers are somewhere in a long text.",
         allow_abbrev=False,
     )
     p.add_argument(
@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         calibration=args.calibration,
     )
     if args.prompts is None and max(args.length or [0 if tasks == [SCORE] else 512]) > model.max_model_len:
-        raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
+        raise UsageError(f"--length is {max(lengths)}; {args.model} has room for {model.max_model_len} tokens.")
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths, signals)
     if tasks == [SCORE]:
@@ -162,7 +162,7 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked, chat=args.chat)
-    signals.hold()  # the first signal waits until they are written
+    signals.defer()  # the first signal waits until they are written
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
     written = args.plot is None or command.succeeded(lambda: plot(answers, Path(args.plot)))
     written &= command.succeeded(lambda: _write(args.json, report))
@@ -187,7 +187,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         report[-1]["by_position"] = [
             {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
         ]
-    signals.hold()
+    signals.defer()
     facts = _about(args) | {"samples": args.samples, "loss": report}
     written = command.succeeded(lambda: _write(args.json, facts))
     out = sys.stderr if args.json == "-" else sys.stdout
@@ -209,7 +209,7 @@ def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signa
     for number, score in enumerate(scored.score_texts(model, texts, window), 1):
         found.append(scored.figures(score))
         print(scored.line(number, found[-1]), file=out, flush=True)
-    signals.hold()
+    signals.defer()
     written = args.plot is None or command.succeeded(lambda: scored.plot(found, Path(args.plot)))
     written &= command.succeeded(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
     return signals.code or (0 if written else command.FAILED)
@@ -246,7 +246,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
     if args.prompts is not None and len(tasks) != 1:
         raise UsageError("--prompts belongs to one task; name it with --task.")
     if LOSS in tasks and (tasks != [LOSS] or args.haystack is None or args.plot):
-        raise UsageError(f"{LOSS} is asked alone, of a text named with --haystack, and draws no picture.")
+        raise UsageError(f"{LOSS} goes alone, with a text named by --haystack and without --plot.")
     if (tasks == [SCORE]) != (args.input is not None) or (SCORE in tasks and len(tasks + lengths) > 2):
         raise UsageError(f"--input FILE and --task {SCORE} belong together, with one --length at most.")
     if tasks == [SCORE] and lengths[0] < 2:

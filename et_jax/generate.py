@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go, .jsonl or .parquet")
     p.add_argument(
-        "--prompt-column", metavar="NAME", help="the field of --input that holds the prompt; others may stand"
+        "--prompt-column", metavar="NAME", help="the field of --input with the prompt; unknown fields are ignored"
     )
     flags.add_prefix(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
@@ -179,7 +179,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         _load_prefix(args, model)
         if args.save_prefix is not None:
             model.save_prefix(ids[0], args.save_prefix)
-        signals.hold()
+        signals.defer()
         for event in events:
             signals.said = "interrupted"
             report.take(event)
@@ -269,7 +269,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
             _load_prefix(args, model)
             status.clear()
             watch = {} if args.report is None else {"watch": extremes.take}
-            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
+            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.defer(), **watch)
         if is_table(table) and summary.done == summary.total:
             write_table(table, output, read_entries(lines, args.prompt_column))
     print(summary, file=sys.stderr)
@@ -283,7 +283,7 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
 
 
 def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
-    """Serve a file or a folder by actors; the rows that are written outlast any signal, which ends this at once."""
+    """Serve a file or a folder by actors. A signal ends this at once; written rows stay."""
     import jax
 
     from et_jax.batch.ray import cluster, folder

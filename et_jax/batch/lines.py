@@ -36,7 +36,7 @@ def read_lines(path: Path, column: str | None = None, others: Set[str] = frozens
     try:
         yield from (_rows(path, column, others) if _has_rows(path) else _json_lines(path))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
+        raise UsageError(f"{path} cannot be read ({error.strerror or error}); correct it and run again.") from error
 
 
 def _has_rows(path: Path) -> bool:

@@ -95,7 +95,7 @@ def write_batch_report(
     for number, row in enumerate(read_rows(output), 1):
         spread.take(number, row)
     if not spread.total:
-        raise UsageError(f"{output} holds no row, so there is nothing to report and {path} is not written.")
+        raise UsageError(f"{output} has no row, so there is nothing to report and {path} is not written.")
     ends = spread.ends()
     shown = {number: row for number, row in enumerate(read_rows(output), 1) if number in ends}
     sections = [spread.section(ends, shown)]

@@ -25,7 +25,7 @@ class Choice(msgspec.Struct):
 
     @property
     def full_text(self) -> str:
-        """The text, wherever it stands."""
+        """The text of the choice, or of its message."""
         return (self.text or "") if self.message is None else self.message.content
 
 

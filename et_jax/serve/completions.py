@@ -213,7 +213,7 @@ def checked_completion(completion: Any) -> Completion:
     no run can have, as a file or a program may produce them.
     """
     if not isinstance(completion, Completion):
-        raise UsageError(f"completions holds {values.shown(completion)}; {_GIVE}.")
+        raise UsageError(f"completions contains {values.shown(completion)}; {_GIVE}.")
     own = vars(completion)
     if not values.is_list(own["trace"]):
         raise UsageError(f"The field trace of a completion is {values.shown(own['trace'])}; {_GIVE}.")
@@ -254,7 +254,7 @@ def _plain(own: dict[str, Any]) -> dict[str, Any]:
     try:
         return fit(msgspec.to_builtins(own, enc_hook=values.plain, builtin_types=(bytes, bytearray, memoryview)))
     except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(f"A completion holds what is no plain value; {_GIVE}.") from error
+        raise UsageError(f"A completion contains a value that is not plain; {_GIVE}.") from error
 
 
 def _possible(row: TokenTrace) -> bool:

@@ -124,7 +124,7 @@ class EngineConfig:
             )
         other, _, last = str(self.draft).rpartition("+")
         if other and last == LOOKUP:
-            raise UsageError(f"draft is {self.draft}; the lookup is asked first, so write {LOOKUP_BEFORE}{other}.")
+            raise UsageError(f"draft is {self.draft}; the lookup drafts first, so write {LOOKUP_BEFORE}{other}.")
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):

@@ -246,7 +246,7 @@ class Replica:
         output, ran, granted = self.queue.fetched((outputs, ran, promises))
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
-            raise RuntimeError("a sequence was promised pages and did not get them")
+            raise RuntimeError("a sequence did not get the pages that were reserved for it")
         seconds = time.perf_counter() - began
         self.device.record(len(running), variant, seconds)
         if not promises:  # with promises, `seconds` includes a prefill

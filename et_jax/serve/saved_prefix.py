@@ -159,7 +159,7 @@ def _differing(name: str, was: Any, wanted: Any) -> str:
     if name == "model":
         return f"with another model, adapter or dtype; {_AGAIN} with this one"
     if name == "cache":
-        return f"under a control that keeps something else of a page; load it under that control, or {_AGAIN}"
+        return f"under a control that stores other arrays of a page; load it under that control, or {_AGAIN}"
     return f"with {name} {was}, and here it is {wanted}; load the model so, or {_AGAIN}"
 
 

@@ -98,7 +98,7 @@ class Slots:
             priority = {slot: float(scored[slot]) if slot in running else -np.inf for slot in self.sequences}
             chosen = scheduler.preempted(list(self.sequences.values()), self.pool, priority, short)
             if not chosen:
-                raise RuntimeError(f"one sequence alone lacks {short} pages, which its admission had counted on")
+                raise RuntimeError(f"a single sequence lacks {short} pages, which its admission had reserved")
             for sequence in chosen:
                 self.preempt(sequence)
         self.device.evict(self.pool.settle(self.pool.growth(num_steps)))

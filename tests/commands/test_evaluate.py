@@ -172,12 +172,15 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
         (["--task", "gsm8k"], "name the file with --prompts"),
         (["--prompts", "x.jsonl"], "belongs to one task"),
         (["--depths", "0"], "--depths is 0; it must be at least 1"),
-        (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled holds 2048 tokens"),
+        (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled has room for 2048 tokens"),
         (
             ["--samples", "100000", "--task", "passkey", "--depths", "2"],
             "make 200000 prompts and at most 100000 are asked",
         ),
-        (["--task", "loss", "--haystack", __file__, "--length", "1000000"], "--length is 1000000; bundled holds 2048"),
+        (
+            ["--task", "loss", "--haystack", __file__, "--length", "1000000"],
+            "--length is 1000000; bundled has room for 2048",
+        ),
         (["--task", "passkey", "--length", "20"], "too short for this task"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["--haystack", "/dev/null"], "/dev/null is empty"),

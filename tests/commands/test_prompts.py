@@ -52,7 +52,7 @@ def test_prompts_in_any_plain_shape_are_served(model, make, like):
         (lambda: ["a", [[]]], "prompt holds an empty list"),
         (lambda: "\ud800", "half of a surrogate pair"),
         (lambda: [[1, 10**9, 5]], "token 1000000000, and .* has tokens 0 to"),
-        (lambda: [[5] * 64], "The prompt has 64 tokens and .* holds 64 with the text; shorten the prompt"),
+        (lambda: [[5] * 64], "The prompt has 64 tokens and .* has room for 64 with the text; shorten the prompt"),
     ],
 )
 def test_prompts_of_another_kind_are_told_what_is_wanted(model, make, sentence):

@@ -42,7 +42,7 @@ def ready(config: EngineConfig) -> Serving:
 
 
 def rows_of_block(config: EngineConfig) -> int:
-    """Return of how many rows a block should be: with `BLOCKS` of them the slots are asked for many times over."""
+    """Return the rows of a block, so many that `BLOCKS` blocks fill the slots several times."""
     return max(_LEAST_ROWS, 2 * config.max_num_seqs * config.replicas)
 
 
@@ -59,7 +59,7 @@ class Answer:
 class Engine:
     """One engine of `config` in an actor, on the devices and cores that Ray has given the actor.
 
-    Whenever it has no more blocks it prints what it came to: rows, tokens and nats a second, the share of idle slots.
+    When it has no block left it prints its rows, tokens and nats per second, and the share of idle slots.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def idle_share(rows: int, idle: int) -> str:
 class Decoder(Engine):
     """Decodes a column of a dataset, for `dataset.map_batches(Decoder, batch_format="pyarrow", ...)`; see `decode`.
 
-    `config` and what is named alike there are its constructor's; `load` makes the model of a configuration.
+    Its constructor takes the arguments of `decode` of the same names; `load` makes the model of a configuration.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Decoder(Engine):
             if unplaced := sorted(name for name in _ONE_TEXT & given.keys() if (name, given[name]) != ("n", 1)):
                 problem = f"{unplaced[0]} has no place here, for a row has one text alone; rename or drop the column."
         except ValueError as error:
-            problem = f"The row has no form in JSON ({error}); mend it."
+            problem = f"The row has no form in JSON ({error}); correct it."
         name, prompt = given.pop(self._id, None), given.pop(self._prompt, None)
         turns = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         line = {**given, "messages" if turns else "prompt": prompt}
@@ -203,19 +203,19 @@ def decode(
     concurrency: int = 1,
     resources: cluster.Resources | None = None,
 ) -> Any:
-    """Return a Ray dataset with a text for every row of `dataset`, computed when it is asked for.
+    """Return a Ray dataset with a text for every row of `dataset`, computed when it is consumed.
 
-    The column `prompt` holds texts, lists of token ids, or conversations: lists of messages with role and content.
+    The column `prompt` has texts, lists of token ids, or conversations: lists of messages with role and content.
     Columns that are named as settings of batch lines (`temperature`, `seed`, `control` ...) are those of their rows; a
     row without takes them from `defaults`. All columns stay. Added are `text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens`, `seed`, `entropic` (entropic time in nats, cost in bytes and the other figures of a batch
     file's rows) and `error`, which says why a row has no text, beginning with its name from the column `id`.
 
-    `concurrency` actors hold `resources` each, in Ray's names (`{"CPU": 4}`, `{"GPU": 1}`, `{"TPU": 4}`; a CPU by
+    `concurrency` actors have `resources` each, in Ray's names (`{"CPU": 4}`, `{"GPU": 1}`, `{"TPU": 4}`; a CPU by
     default). Each is one engine of `config` on these. Texts do not depend on blocks, actors, or how many there are.
     Rows come in the order in which blocks end.
 
-    Raises UsageError where Ray is not installed, or the cluster has no room for the actors.
+    Raises UsageError if Ray is not installed, or the cluster has no room for the actors.
     """
     module, checked = cluster.ray(), cluster.check_resources(resources or {})
     actors = values.integer("concurrency", concurrency, 1)

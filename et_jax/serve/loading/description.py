@@ -47,7 +47,7 @@ def description(
 def _drafting(settings: EngineConfig, config: DecoderConfig) -> list[str]:
     """Return the line on drafting or a second model."""
     if config.controller.switch is not None:
-        return [f"takes turns with {settings.small}, by the entropy of what the one who speaks predicts"]
+        return [f"alternates with {settings.small}, by the entropy of the active model's prediction"]
     if settings.draft is None:
         return []
     most, length = settings.most_drafted, settings.draft_length or LENGTHS[0]

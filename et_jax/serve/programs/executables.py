@@ -4,7 +4,7 @@ JAX's cache key is the lowered module, and tracing and lowering take longer than
 signature (structure, shapes and placements of arguments and results, and donation) is stored under a key of everything
 that the program is compiled from (`program_key`), with the name and digest of the program, which stays in JAX's cache
 (`program_store`). Entries are read by Python's pickle, which executes what it reads, so the folder and its entries must
-belong to the user and be writable by nobody else.
+belong to the user and be writable by no other user.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ def test_load_takes_every_setting_under_its_name_with_its_default():
     assert taken == {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
 
-WRITE_FIRST = "draft is self+lookup; the lookup is asked first, so write lookup+self."
+WRITE_FIRST = "draft is self+lookup; the lookup drafts first, so write lookup+self."
 NO_TOLERANCE = "has no tolerance; choose one of paper, guarded, certified, adaptive to set it."
 NO_PRESET = "window is a knob of presets, and control is a Controller that no preset made"
 
