@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 
 from et_jax.cli.paths import check_paths
+from et_jax.commands import settings
 from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
@@ -116,26 +117,11 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
     texts = [] if args.input is None else scored.texts_of(Path(args.input))
     control = preset(args.control, **flags.given(args, KNOBS))
+    from et_jax.serve.config import EngineConfig
     from et_jax.serve.engine import load
 
-    model = load(
-        args.model,
-        lora=args.lora,
-        dtype=args.dtype,
-        quantize=args.quantize,
-        cache_dtype=args.cache_dtype,
-        page_size=args.page_size,
-        max_num_seqs=args.batch,
-        control=control,
-        small=args.small,
-        lazy_prefill=args.lazy_prefill,
-        audit=args.audit,
-        cache_budget=args.cache_budget,
-        cache_policy=args.cache_policy,
-        experts=args.experts,
-        expert_share=args.expert_share,
-        calibration=args.calibration,
-    )
+    given = settings.named(args, EngineConfig) | {"control": control, "max_num_seqs": args.batch}
+    model = load(args.model, **given)
     if args.prompts is None and max(args.length or [0 if tasks == [SCORE] else 512]) > model.max_model_len:
         raise UsageError(f"--length is {max(lengths)}; {args.model} has room for {model.max_model_len} tokens.")
     if tasks == [LOSS]:

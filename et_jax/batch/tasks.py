@@ -61,11 +61,7 @@ class ChatTokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
     def chat(
-        self,
-        messages: list[dict[str, str]],
-        system_prompt: str | None = None,
-        *,
-        allow_special_tokens: bool = False,
+        self, messages: list[dict[str, str]], system_prompt: str | None = None, *, allow_special_tokens: bool = False
     ) -> list[int]: ...
 
 

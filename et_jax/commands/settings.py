@@ -8,6 +8,8 @@ from et_jax.cli import flags
 from et_jax.control.presets import KNOBS
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from et_jax.batch.tasks import Defaults
     from et_jax.control.controller import Controller
     from et_jax.serve.config import EngineConfig
@@ -16,17 +18,16 @@ if TYPE_CHECKING:
 _ALTERNATIVES = 5  # of each token in a report
 
 
+def named(args: argparse.Namespace, kind: type["DataclassInstance"]) -> dict[str, Any]:
+    """Return the arguments that have the names of fields of a dataclass."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind) if hasattr(args, field.name)}
+
+
 def defaults(args: argparse.Namespace) -> "Defaults":
     """Return the settings of the lines of a batch that have none of their own."""
     from et_jax.batch.tasks import Defaults
 
-    return Defaults(
-        params=sampling(args),
-        chat=args.chat,
-        system_prompt=args.system_prompt,
-        allow_special_tokens=args.allow_special_tokens,
-        prompt_column=args.prompt_column,
-    )
+    return Defaults(params=sampling(args), **named(args, Defaults))
 
 
 def batch_settings(
@@ -59,8 +60,7 @@ def sampling(args: argparse.Namespace) -> "SamplingParams":
     """Return the sampling settings; for the report of a prompt with the alternatives that it shows."""
     from et_jax.serve.requests import SamplingParams
 
-    names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
-    given = {name: getattr(args, name) for name in names}
+    given = named(args, SamplingParams)
     given |= {"stop": tuple(args.stop), "bad_words": tuple(args.bad_word), "logit_bias": flags.biases(args.logit_bias)}
     given |= {"choice": tuple(args.choice)}
     given |= {"json_schema": "" if args.json_schema is None else flags.schema(args.json_schema)}
@@ -70,17 +70,16 @@ def sampling(args: argparse.Namespace) -> "SamplingParams":
 
 def controller(args: argparse.Namespace, platform: str) -> "Controller":
     """Return the laws that the command line names, with the defaults of a platform."""
-    from et_jax.serve.loading.min_context import named
+    from et_jax.serve.loading import min_context
 
-    return named(args.control, platform, **flags.given(args, KNOBS))
+    return min_context.named(args.control, platform, **flags.given(args, KNOBS))
 
 
 def engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":
     """Return the settings of the engine that the command line has; of sequences at once `max_num_seqs` by default."""
     from et_jax.serve.config import EngineConfig
 
-    names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
-    given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
+    given = named(args, EngineConfig) | {"name": args.model, "control": control}
     given |= {"trace_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
     return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
 

@@ -13,15 +13,7 @@ from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.cache.eight_bits import NAMED_8_BITS
-from et_jax.decode.drafting.drafts import (
-    Drafting,
-    Pruned,
-    ReadSizes,
-    by_acceptance,
-    by_roofline,
-    lookup,
-    rough_times,
-)
+from et_jax.decode.drafting.drafts import Drafting, Pruned, ReadSizes, by_acceptance, by_roofline, lookup, rough_times
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values

@@ -1,5 +1,6 @@
 """The decoders compiled for a model, and the replicas that run them, by the structure of their control."""
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ Structure = tuple[Any, frozenset[Keep]]
 _MOST_DECODERS = 4  # compiled decoders in the least-recently-used cache
 
 
+@dataclasses.dataclass(eq=False)
 class Decoders:
     """The weights of a model, the decoders `compiled` for them so far, and the replicas that are `serving`.
 
@@ -39,24 +41,18 @@ class Decoders:
     models that alternate with it or draft for it, and `report` receives the progress of compilations.
     """
 
-    def __init__(
-        self,
-        settings: EngineConfig,
-        config: DecoderConfig,
-        weights: Weights,
-        others: tuple[ModelShape, ...],
-        metrics: Metrics,
-        use: Use,
-        report: Callable[[str], None],
-    ) -> None:
-        self.settings, self.config, self.others, self.metrics, self.use = settings, config, others, metrics, use
-        self._weights: Weights | None = weights
-        self._report = report
-        self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
-        self.compiled: dict[Structure, Decoder] = {}
-        self.serving: dict[Structure, Replicas] = {}
-        self._scoring: Decoder | None = None
-        self.lock = threading.Lock()
+    settings: EngineConfig
+    config: DecoderConfig
+    _weights: Weights | None
+    others: tuple[ModelShape, ...]
+    metrics: Metrics
+    use: Use
+    report: Callable[[str], None]
+    compiled: dict[Structure, Decoder] = dataclasses.field(default_factory=dict)
+    serving: dict[Structure, Replicas] = dataclasses.field(default_factory=dict)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _scoring: Decoder | None = None
+    _configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
 
     @property
     def weights(self) -> Weights:
@@ -91,10 +87,8 @@ class Decoders:
     @untraced
     @own_settings()
     def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
-        """Return the replicas for a control's structure; the first call creates them and warms them up (`drafts` too).
-
-        Idle replicas of other structures are dropped.
-        """
+        """Return the replicas for a control's structure, created and warmed up (`drafts` too) by the first call."""
+        self.use.check()
         own = self.decoder(control)
         wanted = _structure(own.config)
         with self.lock:
@@ -109,7 +103,7 @@ class Decoders:
                 queue = Queue()
                 each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
                 replicas = Replicas(queue, each, self.use)
-                replicas.warm_up(self._report, drafts)
+                replicas.warm_up(self.report, drafts)
                 serving[wanted] = replicas
         if self.use.closed:  # by another thread, during warm-up
             self.free()

@@ -256,9 +256,10 @@ class Model:
         [asked] = self._requests([prompt], None, {})
         params = SamplingParams(max_tokens=1, temperature=0.0)
         [sequence] = self.sequences(0, GenerationRequest(prompt=asked.prompt, params=params), control)
-        replicas = saved_prefix.caching(self.replicas(control))
+        replicas = self.replicas(control)
+        depends = saved_prefix.depends_on(replicas.replicas[0])
         self.generate(GenerationRequest(prompt=tuple(sequence.prompt_ids), params=params), control=control)
-        return saved_prefix.save(path, replicas, sequence.prompt_ids)
+        return saved_prefix.save(path, replicas, sequence.prompt_ids, depends)
 
     @untraced
     @own_settings()
@@ -269,7 +270,7 @@ class Model:
         model's own has a separate prefix cache. Raises UsageError for a file that is damaged or that another model or
         other settings wrote, and if there are too few free pages.
         """
-        return saved_prefix.load(path, saved_prefix.caching(self.replicas(control)))
+        return saved_prefix.load(path, self.replicas(control))
 
     def update(self, params: Any) -> None:
         """Replace the weights, as a trainer does between rollouts, without compiling anything.
@@ -338,13 +339,12 @@ class Model:
 
         Idle replicas of other structures are dropped.
         """
-        self._use.check()
         return self._decoders.replicas(control, drafts=drafts)
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
-        """Return this model's decoder, a set of pure functions; controllers of the same structure share compilations.
+        """Return this model's decoder, a set of pure functions; `keep` is that of `DecoderConfig`.
 
-        `keep` is that of `DecoderConfig`. The model caches the most recently used decoders.
+        Controllers of the same structure share compilations. The model caches the most recently used decoders.
         """
         self._use.check()
         return self._decoders.decoder(control, keep)

@@ -67,7 +67,7 @@ def sequences_of(
         there = f"choose from {', '.join(map(values.excerpt, adapters))}" if adapters else "load it with adapters"
         raise UsageError(f"adapter is {values.shown(adapter)}, which {name} was not loaded with; {there}.")
     ids = prompt_ids(prompt, tokenizer, config, name)
-    _check_ids("stop_token_ids contains", params.stop_token_ids, config.model.vocab_size, name)
+    _check_ids("stop_token_ids has", params.stop_token_ids, config.model.vocab_size, name)
     if len(ids) >= length:
         raise UsageError(
             f"The prompt has {len(ids)} tokens and {name} has room for {length} with the text; "
@@ -117,7 +117,7 @@ def _steered(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the words that a request forbids. Raises UsageError if it permits no token."""
     _check_ids("logit_bias names", dict(params.logit_bias), vocab_size, name)
-    _check_ids("allowed_token_ids contains", params.allowed_token_ids, vocab_size, name)
+    _check_ids("allowed_token_ids has", params.allowed_token_ids, vocab_size, name)
     found = dict.fromkeys(
         tuple(tokenizer.backend.encode(form, special=False))
         for word in params.bad_words
@@ -126,14 +126,12 @@ def _steered(
     for word in found:
         if len(word) > WORD_TOKENS:
             raise UsageError(
-                f"bad_words contains {values.shown(tokenizer.decode(word))}, which is {len(word)} tokens of {name}; "
+                f"bad_words has {values.shown(tokenizer.decode(word))}, which is {len(word)} tokens of {name}; "
                 f"each may be {WORD_TOKENS} at most."
             )
     never = {word[0] for word in found if len(word) == 1} | (set(stop_ids) if params.min_tokens else set())
     if params.allowed_token_ids and never.issuperset(params.allowed_token_ids):
-        raise UsageError(
-            "allowed_token_ids contains no token that bad_words and min_tokens leave; allow another token."
-        )
+        raise UsageError("allowed_token_ids has no token that bad_words and min_tokens leave; allow another token.")
     return tuple(found)
 
 

@@ -182,11 +182,9 @@ def _stops(given: Any) -> tuple[str, ...]:
         raise UsageError(f"stop has {len(stops)} texts; it may have {MAX_STOPS} at most.")
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise UsageError(f"stop contains {values.shown(text)}; it must be {_TEXTS}.")
+            raise UsageError(f"stop has {values.shown(text)}; it must be {_TEXTS}.")
         if len(text) > MAX_STOP_LENGTH:
-            raise UsageError(
-                f"stop contains a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most."
-            )
+            raise UsageError(f"stop has a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most.")
     return tuple(map(values.plain, stops))
 
 
@@ -292,9 +290,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         at = values.broken_at(prompt)
         if at is not None:
-            raise UsageError(
-                f"prompt contains half of a surrogate pair at character {at + 1}; write the full character."
-            )
+            raise UsageError(f"prompt has half of a surrogate pair at character {at + 1}; write the full character.")
         return prompt
     if values.is_list(prompt):
         return values.ids("prompt", prompt, _PROMPT)

@@ -38,19 +38,9 @@ class Prefix(NamedTuple):
     arrays: list[Shaped[np.ndarray, "k l n ..."]]
 
 
-def caching(replicas: Replicas) -> Replicas:
-    """Return the replicas. Raises UsageError if they have no prefix cache."""
-    if not replicas.replicas[0].pool.has_prefix_cache:
-        raise UsageError(
-            "Prompts are not cached with prefix_cache=False, lazy_prefill, a prefill budget or this control."
-        )
-    return replicas
-
-
-def save(path: str | Path, replicas: Replicas, prompt: list[int]) -> int:
+def save(path: str | Path, replicas: Replicas, prompt: list[int], depends: dict[str, Any]) -> int:
     """Write the cached prefix of a prompt to a file, and return its tokens. Raises UsageError if none is cached."""
     found = replicas.each(lambda replica: cached(replica, prompt))
-    depends = depends_on(replicas.replicas[0])
     if (prefix := next((one for one in found if one is not None), None)) is None:
         raise UsageError(
             f"The prompt has {len(prompt)} tokens, of which no chunk of {depends['chunk']} is cached; give a longer "
@@ -166,8 +156,13 @@ def _differing(name: str, was: Any, wanted: Any) -> str:
 def depends_on(replica: Replica) -> dict[str, Any]:
     """Return everything that the pages of a prompt depend on, as values of JSON.
 
-    These are the weights, how they are run, and the arrays of a page; not the number of sequences.
+    These are the weights, how they are run, and the arrays of a page; not the number of sequences. Raises UsageError
+    if the replica has no prefix cache.
     """
+    if not replica.pool.has_prefix_cache:
+        raise UsageError(
+            "Prompts are not cached with prefix_cache=False, lazy_prefill, a prefill budget or this control."
+        )
     config, model = replica.config, hashlib.blake2b(digest_size=16)
     for each, weights in zip(config.models, replica.device.weights, strict=True):
         described = repr(each) if isinstance(each, ModelConfig) else each.architecture

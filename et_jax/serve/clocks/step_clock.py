@@ -85,10 +85,7 @@ def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.n
     covariance = np.zeros_like(precision)
     covariance[np.ix_(free, free)] = np.linalg.inv(precision[np.ix_(free, free)])
     covariance /= np.outer(*[np.where(free, found, 1.0)] * 2)
-    return Fit(
-        times=StepTimes(**dict(zip(_NAMES, (found * prior).tolist(), strict=True))),
-        covariance=covariance,
-    )
+    return Fit(times=StepTimes(**dict(zip(_NAMES, (found * prior).tolist(), strict=True))), covariance=covariance)
 
 
 def saved(

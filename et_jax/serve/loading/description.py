@@ -15,11 +15,7 @@ from et_jax.serve.memory.preflight import Plan
 
 
 def description(
-    settings: EngineConfig,
-    config: DecoderConfig,
-    weights: ModelWeights,
-    plan: Plan | None,
-    remarks: Sequence[str] = (),
+    settings: EngineConfig, config: DecoderConfig, weights: ModelWeights, plan: Plan | None, remarks: Sequence[str] = ()
 ) -> list[str]:
     """Return the lines that describe a model under its own controller, with the table of its memory plan.
 

@@ -16,7 +16,7 @@ NEVER = MOST
 """A length that no sequence reaches: every block is read at any length."""
 
 MEASURED: Mapping[str, Mapping[str, int]] = {
-    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER},
+    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER}
 }
 """Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 

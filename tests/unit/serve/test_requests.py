@@ -115,7 +115,7 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
         ({"stop": ["a"] * (MAX_STOPS + 1)}, f"stop has {MAX_STOPS + 1} texts; it may have {MAX_STOPS} at most."),
         (
             {"stop": ["b" * (MAX_STOP_LENGTH + 1)]},
-            f"stop holds a text of {MAX_STOP_LENGTH + 1} characters; each may have {MAX_STOP_LENGTH} at most.",
+            f"stop has a text of {MAX_STOP_LENGTH + 1} characters; each may have {MAX_STOP_LENGTH} at most.",
         ),
         ({"temperature": -0.1}, "temperature is -0.1; it must be 0 (greedy) or above."),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1 (off)."),
