@@ -186,7 +186,7 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
         (["--haystack", "/dev/null"], "/dev/null is empty"),
         (["--haystack", "/dev/zero"], "/dev/zero holds more than 256 MiB"),
         (["--model", "\udcff"], "cannot spell; choose another name"),
-        (["--task", "loss"], "of a text named with --haystack"),
+        (["--task", "loss"], "with a text named by --haystack"),
         (["--task", "score"], "--input FILE and --task score belong together"),
         (["--task", "score", "--input", __file__, "--control", "paper"], "with dense attention; leave --haystack"),
         (["--task", "score", "--input", "absent.txt"], "absent.txt cannot be read"),
