@@ -63,12 +63,12 @@ def step(
         guessed = drafted_rows.guessed_before(config.draft, state, rows)
         state, count = drafted_rows.reserve_drafts(config, config.draft, state, rows, guessed)
         state, drafted = drafted_rows.propose(config, config.draft, weights, state, rows, count, guessed)
-        state, logits, stats, whole, at = drafted_rows.extend_drafted(
+        state, logits, stats, all_rows, at = drafted_rows.extend_drafted(
             config, config.draft, weights, state, rows, drafted, reading
         )
         state = drafted_rows.write_drafted_surprisals(state, rows, drafted, logits, at)
         after, outputs = verify(config, config.draft, price, state, rows, drafted, logits, stats, at)
-        done = of_tokens(own, whole, stats.blocks_read, stats.summaries_read, stats.experts)
+        done = of_tokens(own, all_rows, stats.blocks_read, stats.summaries_read, stats.experts)
         produced = jax.vmap(rows.take)(outputs.produced)
         work = drafted_rows.worked(by_position(done, at, drafted.count, produced), drafted)
     else:

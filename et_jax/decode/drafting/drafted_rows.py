@@ -131,7 +131,7 @@ def extend_drafted(
     Returns the state, logits and stats of every row, all rows, and the row index of each token of a slot.
     """
     widths = how.widths(config.batch)
-    whole, end, at = laid_out(rows, drafts, widths[-1])
+    all_rows, end, at = laid_out(rows, drafts, widths[-1])
     needed = how.needed(config.batch, drafts.count)
     recorded_rows = None
     if how.pruned is not None:
@@ -151,7 +151,7 @@ def extend_drafted(
         after, logits, stats = reading(config, weights, before, rows, end[:width], shared, recorded_rows)
         return after.plants[MODEL], (logits, stats)
 
-    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], whole, recorded_rows))
+    _, shapes = jax.eval_shape(lambda: run(state.plants[MODEL], all_rows, recorded_rows))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = state.plants[MODEL], blank
 
@@ -161,10 +161,10 @@ def extend_drafted(
         return own, jax.tree.map(lambda old, new: old.at[: len(new)].set(new), wide, found)
 
     for width, narrower in zip(widths, (0, *widths), strict=False):
-        some = jax.tree.map(lambda x, width=width: x[:width], whole)
+        some = jax.tree.map(lambda x, width=width: x[:width], all_rows)
         carry = run_if((needed <= width) & (needed > narrower), fill, carry, (some, recorded_rows))
     own, (logits, stats) = carry
-    return state.with_plant(MODEL, own), logits, stats, whole, at
+    return state.with_plant(MODEL, own), logits, stats, all_rows, at
 
 
 @jax.named_scope("surprisal")
