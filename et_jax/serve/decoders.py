@@ -33,7 +33,7 @@ Structure = tuple[Any, frozenset[Keep]]
 _MOST_DECODERS = 4  # compiled decoders in the least-recently-used cache
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Decoders:
     """The weights of a model, the decoders `compiled` for them so far, and the replicas that are `serving`.
 

@@ -73,7 +73,7 @@ REQUEST = GenerationRequest(prompt="a", params=BRIEF)
     [
         ("a", {"max_token": 1}, "max_token is no setting; did you mean max_tokens?"),
         ("a", {"control": Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
-        ("a", {"stop_token_ids": (1, 2**40)}, "stop_token_ids holds the token 1099511627776, and "),
+        ("a", {"stop_token_ids": (1, 2**40)}, "stop_token_ids has the token 1099511627776, and "),
         (REQUEST, {"max_tokens": 1}, "max_tokens is given with requests"),
     ],
 )
