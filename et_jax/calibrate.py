@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m et_jax.calibrate",
-        description="Measure a model's temperature and how sensitive it is to each of its heads, and keep both.",
+        description="Measure a model's temperature and how sensitive it is to each of its heads, and save both.",
         allow_abbrev=False,
     )
     p.add_argument(
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    signals.said = "interrupted: nothing was kept"
+    signals.said = "interrupted: nothing was saved"
     streams.check_standard_output()
     for name, least, most in (("rows", 1, _MOST_ROWS), ("length", _LEAST_LENGTH, 2**20)):
         if getattr(args, name) is not None:
@@ -113,10 +113,10 @@ def _measure(args: argparse.Namespace, folder: Path, adapter: Path | None, model
         read = [read_text(TEXT, "The text")] if texts is None else texts
         tokens = calibrating.rows(tokenizer, read, str(named), args.rows or calibrating.ROWS, length)
     with Status() as status, own_settings():
-        status.tell(f"loading {args.model}")
+        status.show(f"loading {args.model}")
         params = calibrating.floats(folder, model, "auto", usable_memory(0.9), adapter)
-        sensitivity = calibrating.measured(args.model, model, params, tokens, status.tell).astype(np.float32)
-        status.tell("fitting the temperature")
+        sensitivity = calibrating.measured(args.model, model, params, tokens, status.show).astype(np.float32)
+        status.show("fitting the temperature")
         logits, targets = held_out_logits(model, params, tokens)
         temperature = float(fit_temperature(logits, targets))
         before, after = (float(negative_log_likelihood(logits, targets, t)) for t in (1.0, temperature))

@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 
 from et_jax.cli.paths import check_paths
+from et_jax.commands import settings
 from et_jax.control.presets import KNOBS, PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.files import check_writable, replace_file
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m et_jax.evaluate",
-        description="Ask a model questions whose answers stand somewhere in a long text.",
+        description="Ask a model questions whose answers are somewhere in a long text.",
         allow_abbrev=False,
     )
     p.add_argument(
@@ -116,28 +117,13 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     text = "" if args.haystack is None else read_text(Path(args.haystack), "The haystack")
     texts = [] if args.input is None else scored.texts_of(Path(args.input))
     control = preset(args.control, **flags.given(args, KNOBS))
+    from et_jax.serve.config import EngineConfig
     from et_jax.serve.engine import load
 
-    model = load(
-        args.model,
-        lora=args.lora,
-        dtype=args.dtype,
-        quantize=args.quantize,
-        cache_dtype=args.cache_dtype,
-        page_size=args.page_size,
-        max_num_seqs=args.batch,
-        control=control,
-        small=args.small,
-        lazy_prefill=args.lazy_prefill,
-        audit=args.audit,
-        cache_budget=args.cache_budget,
-        cache_policy=args.cache_policy,
-        experts=args.experts,
-        expert_share=args.expert_share,
-        calibration=args.calibration,
-    )
+    given = settings.named(args, EngineConfig) | {"control": control, "max_num_seqs": args.batch}
+    model = load(args.model, **given)
     if args.prompts is None and max(args.length or [0 if tasks == [SCORE] else 512]) > model.max_model_len:
-        raise UsageError(f"--length is {max(lengths)}; {args.model} holds {model.max_model_len} tokens.")
+        raise UsageError(f"--length is {max(lengths)}; {args.model} has room for {model.max_model_len} tokens.")
     if tasks == [LOSS]:
         return _run_loss(args, model, text, lengths, signals)
     if tasks == [SCORE]:
@@ -162,12 +148,12 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
         )
     print(f"{len(asked)} prompts for {args.model} ...", file=sys.stderr)
     answers = evaluate(model, asked, chat=args.chat)
-    signals.hold()  # the first signal waits until they are kept
+    signals.defer()  # the first signal waits until they are written
     report = _about(args) | {"summary": summary(answers), "answers": [dataclasses.asdict(one) for one in answers]}
-    kept = args.plot is None or command.tried(lambda: plot(answers, Path(args.plot)))
-    kept &= command.tried(lambda: _write(args.json, report))
+    written = args.plot is None or command.succeeded(lambda: plot(answers, Path(args.plot)))
+    written &= command.succeeded(lambda: _write(args.json, report))
     print(table(answers), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)  # whose reader may be gone
-    return signals.code or (0 if kept else command.FAILED)
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list[int], signals: Signals) -> int:
@@ -187,9 +173,9 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         report[-1]["by_position"] = [
             {"from": begin, "to": end, "nats_per_token": nats} for (begin, end), nats in by_position(losses).items()
         ]
-    signals.hold()
-    told = _about(args) | {"samples": args.samples, "loss": report}
-    kept = command.tried(lambda: _write(args.json, told))
+    signals.defer()
+    facts = _about(args) | {"samples": args.samples, "loss": report}
+    written = command.succeeded(lambda: _write(args.json, facts))
     out = sys.stderr if args.json == "-" else sys.stdout
     for row in report:
         spans = "  ".join(
@@ -197,7 +183,7 @@ def _run_loss(args: argparse.Namespace, model: "Model", text: str, lengths: list
         )
         print(f"length {row['length']}: {row['nats_per_token']:.3f} nats a token,", end=" ", file=out)
         print(f"{row['nats_per_byte']:.3f} a byte; by position {spans}", file=out)
-    return signals.code or (0 if kept else command.FAILED)
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signals: Signals) -> int:
@@ -209,10 +195,10 @@ def _run_score(args: argparse.Namespace, model: "Model", texts: list[str], signa
     for number, score in enumerate(scored.score_texts(model, texts, window), 1):
         found.append(scored.figures(score))
         print(scored.line(number, found[-1]), file=out, flush=True)
-    signals.hold()
-    kept = args.plot is None or command.tried(lambda: scored.plot(found, Path(args.plot)))
-    kept &= command.tried(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
-    return signals.code or (0 if kept else command.FAILED)
+    signals.defer()
+    written = args.plot is None or command.succeeded(lambda: scored.plot(found, Path(args.plot)))
+    written &= command.succeeded(lambda: _write(args.json, _about(args) | {"length": window, "texts": found}))
+    return signals.code or (0 if written else command.FAILED)
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
@@ -246,7 +232,7 @@ def _check(args: argparse.Namespace, tasks: list[str], lengths: list[int]) -> No
     if args.prompts is not None and len(tasks) != 1:
         raise UsageError("--prompts belongs to one task; name it with --task.")
     if LOSS in tasks and (tasks != [LOSS] or args.haystack is None or args.plot):
-        raise UsageError(f"{LOSS} is asked alone, of a text named with --haystack, and draws no picture.")
+        raise UsageError(f"{LOSS} goes alone, with a text named by --haystack and without --plot.")
     if (tasks == [SCORE]) != (args.input is not None) or (SCORE in tasks and len(tasks + lengths) > 2):
         raise UsageError(f"--input FILE and --task {SCORE} belong together, with one --length at most.")
     if tasks == [SCORE] and lengths[0] < 2:

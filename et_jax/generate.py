@@ -12,21 +12,20 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `cli` listens: no traceback amid the imports to come
 
 import argparse
-import dataclasses
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from et_jax.cli import command, flags, streams
 from et_jax.cli.signals import Signals, guard
-from et_jax.control.presets import KNOBS, PRESETS
+from et_jax.commands import files, settings
+from et_jax.control.presets import PRESETS
 from et_jax.errors import UsageError
 from et_jax.io import later
 
 if TYPE_CHECKING:
-    from et_jax.batch.tasks import Defaults
-    from et_jax.control.controller import Controller
     from et_jax.report.display import Status
     from et_jax.report.trace import About
     from et_jax.serve.config import EngineConfig
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 _RESUME = "interrupted: {} keeps what is done; run the same command again to resume"
 _BATCH_SEQUENCES = 8  # the default number of sequences per step
-_ALTERNATIVES = 5  # of each token in a report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--output", "-o", metavar="FILE", help="where the answers to --input go, .jsonl or .parquet")
     p.add_argument(
-        "--prompt-column", metavar="NAME", help="the field of --input that holds the prompt; others may stand"
+        "--prompt-column", metavar="NAME", help="the field of --input with the prompt; unknown fields are ignored"
     )
     flags.add_prefix(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the model's chat template")
@@ -126,8 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, signals: Signals) -> int:
     flags.check_combination(args)
     if not args.ray:
-        _check_written(args)
-        _check_paths(args)
+        files.check_written(args)
+        files.check_distinct(args)
     if args.check:
         return _run_check(args)
     if args.interactive:
@@ -137,75 +135,12 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     return _run_ray(args, signals) if args.ray else _run_batch(args, signals)
 
 
-def _check_written(args: argparse.Namespace) -> None:
-    """Raise UsageError, before any work, unless every file of the command can be written."""
-    from et_jax.batch.table import check_table, is_table, journal_of
-    from et_jax.io.files import check_writable
-
-    rows = args.output
-    if rows is not None and is_table(Path(rows)):
-        check_table(Path(rows))
-        rows = journal_of(Path(rows))
-    for file in (rows, args.trace):
-        if file is not None:
-            check_writable(file, grows=True)
-    for name in ("metrics", "save_prefix"):
-        if getattr(args, name) is not None:
-            check_writable(getattr(args, name))
-    if args.plot is not None:
-        from et_jax.report.plot import check_picture
-
-        check_picture(args.plot)
-    if args.report is not None:
-        from et_jax.report.page import check_place
-
-        check_place(args.report)
-
-
-def _check_paths(args: argparse.Namespace) -> None:
-    """Find out before anything is written that no file of the command is another one."""
-    from et_jax.batch.manifest import manifest_path
-    from et_jax.batch.table import journal_of
-    from et_jax.cli.paths import check_paths
-    from et_jax.io.files import expanded
-    from et_jax.models.fingerprint import ADAPTER
-    from et_jax.models.local import local_model
-
-    def path(name: str) -> Path | None:
-        return None if getattr(args, name) is None else Path(getattr(args, name))
-
-    if args.prefix is not None:
-        from et_jax.serve.saved_prefix import place_of
-
-        place_of(args.prefix)
-    written = {"--output": path("output")}
-    if args.output is not None:
-        rows = journal_of(Path(args.output))
-        written["the manifest of --output,"] = manifest_path(rows)
-        if rows != Path(args.output):
-            written["the rows of --output,"] = rows
-    written |= {f"--{name}": path(name) for name in ("metrics", "trace", "plot", "report")}
-    written["--save-prefix"] = path("save_prefix")
-    read = {"--input": path("input"), "--prefix": path("prefix")}
-    folders = {
-        "--lora": args.lora,
-        **{f"--adapter {name}": one for name, one in (flags.adapters(args.adapter) or {}).items()},
-    }
-    read |= {
-        f"the {name} of {flag},": expanded(folder) / name
-        for flag, folder in folders.items()
-        if folder
-        for name in ADAPTER
-    }
-    check_paths(read, written, local_model(args.model))
-
-
 def _run_check(args: argparse.Namespace) -> int:
     from et_jax.scope import platform
     from et_jax.serve.loading.verdict import verdict
 
     streams.check_standard_output()
-    print("\n".join(verdict(_engine(args, args.n, _controller(args, platform())))))
+    print("\n".join(verdict(settings.engine(args, args.n, settings.controller(args, platform())))))
     return 0
 
 
@@ -220,9 +155,9 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     if not prompt.strip():
         raise UsageError("The prompt is empty; give some text with --prompt, or on standard input with --prompt -.")
     with ExitStack() as stack:
-        params, control = _sampling(args), _controller(args, platform())
+        params, control = settings.sampling(args), settings.controller(args, platform())
         status = stack.enter_context(Status())
-        model = _load(args, _engine(args, params.n, control), status)
+        model = _load(args, settings.engine(args, params.n, control), status)
         ids = (
             [
                 model.tokenizer.chat(
@@ -244,28 +179,29 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         _load_prefix(args, model)
         if args.save_prefix is not None:
             model.save_prefix(ids[0], args.save_prefix)
-        signals.hold()
+        signals.defer()
         for event in events:
             signals.said = "interrupted"
             report.take(event)
     report.close()
-    kept = [command.tried(report.check_trace)]
+    written = [command.succeeded(report.check_trace)]
     if args.metrics is not None:
-        kept.append(command.tried(lambda: model.metrics.write(Path(args.metrics))))
+        written.append(command.succeeded(lambda: model.metrics.write(Path(args.metrics))))
     if args.plot is not None and report.completions:
         from et_jax.report.plot import plot_trace
 
-        kept.append(command.tried(lambda: plot_trace(report.completions[0], Path(args.plot))))
+        written.append(command.succeeded(lambda: plot_trace(report.completions[0], Path(args.plot))))
     if args.report is not None:
         from et_jax.report.page import write_report
 
-        told, decode = _facts(args), model.tokenizer.decode
-        kept.append(command.tried(lambda: write_report(report.completions, args.report, facts=told, decode=decode)))
+        about, decode = settings.facts(args), model.tokenizer.decode
+        page = partial(write_report, report.completions, args.report, facts=about, decode=decode)
+        written.append(command.succeeded(page))
     for completion in report.completions:
         if completion.error:
             print(f"error: {completion.error}", file=sys.stderr)
             return command.FAILED
-    return signals.code or (0 if all(kept) else command.FAILED)
+    return signals.code or (0 if all(written) else command.FAILED)
 
 
 def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
@@ -274,9 +210,9 @@ def _run_chat(args: argparse.Namespace, signals: Signals) -> int:
     from et_jax.scope import platform
 
     streams.check_standard_output()
-    params = _sampling(args)
+    params = settings.sampling(args)
     with Status() as status:
-        model = _load(args, _engine(args, 1, _controller(args, platform())), status)
+        model = _load(args, settings.engine(args, 1, settings.controller(args, platform())), status)
         special = args.allow_special_tokens
         _load_prefix(args, model)
         chat = Conversation(model, params, args.system_prompt, allow_special_tokens=special)
@@ -315,13 +251,13 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
     table = Path(args.output)
     source, output = Path(args.input), journal_of(table)
     signals.said = _RESUME.format(output)
-    defaults = _defaults(args)
-    engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform()))
+    defaults = settings.defaults(args)
+    engine = settings.engine(args, _BATCH_SEQUENCES, settings.controller(args, platform()))
     metrics = None if args.metrics is None else Path(args.metrics)
     extremes = Extremes()
     check_files(source, output)
-    settings = _settings(args, engine, defaults, platform())
-    with Status() as status, open_journal(output, settings) as journal, spooled(source) as lines:
+    decisive = settings.batch_settings(args, engine, defaults, platform())
+    with Status() as status, open_journal(output, decisive) as journal, spooled(source) as lines:
         if metrics is not None:
             Metrics().write(metrics)
         summary = survey(lines, journal, args.prompt_column)
@@ -333,21 +269,21 @@ def _run_batch(args: argparse.Namespace, signals: Signals) -> int:
             _load_prefix(args, model)
             status.clear()
             watch = {} if args.report is None else {"watch": extremes.take}
-            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.hold(), **watch)
+            run(model, lines, journal, defaults, summary, metrics_file=metrics, cancelled=signals.defer(), **watch)
         if is_table(table) and summary.done == summary.total:
             write_table(table, output, read_entries(lines, args.prompt_column))
     print(summary, file=sys.stderr)
-    kept = args.report is None or command.tried(
-        lambda: write_batch_report(output, Path(args.report), facts=_facts(args), extremes=extremes)
+    written = args.report is None or command.succeeded(
+        lambda: write_batch_report(output, Path(args.report), facts=settings.facts(args), extremes=extremes)
     )
     if summary.done < summary.total:
         print(_RESUME.format(output), file=sys.stderr)
         return signals.code or command.FAILED
-    return 0 if kept else command.FAILED
+    return 0 if written else command.FAILED
 
 
 def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
-    """Serve a file or a folder by actors; the rows that are written outlast any signal, which ends this at once."""
+    """Serve a file or a folder by actors. A signal ends this at once; written rows stay."""
     import jax
 
     from et_jax.batch.ray import cluster, folder
@@ -363,86 +299,21 @@ def _run_ray(args: argparse.Namespace, signals: Signals) -> int:
         actors=values.integer("ray_actors", 1 if args.ray_actors is None else args.ray_actors, 1),
         resources=cluster.check_resources(given),
     )
-    defaults = _defaults(args)
+    defaults = settings.defaults(args)
     platform = cluster.platform_of(fleet.resources)
-    engine = _engine(args, _BATCH_SEQUENCES, _controller(args, platform))
+    engine = settings.engine(args, _BATCH_SEQUENCES, settings.controller(args, platform))
     placed = folder.shards(args.input, Path(args.output))
     for source, output in placed.items():
         check_paths({"--input": source}, {"--output": output}, local_model(args.model))
-    settings = _settings(args, engine, defaults, platform)
-    print(folder.run(placed, settings, engine, defaults, fleet, told=args.verbose), file=sys.stderr)
+    decisive = settings.batch_settings(args, engine, defaults, platform)
+    print(folder.run(placed, decisive, engine, defaults, fleet, verbose=args.verbose), file=sys.stderr)
     return 0
 
 
-def _defaults(args: argparse.Namespace) -> "Defaults":
-    from et_jax.batch.tasks import Defaults
-
-    return Defaults(
-        params=_sampling(args),
-        chat=args.chat,
-        system_prompt=args.system_prompt,
-        allow_special_tokens=args.allow_special_tokens,
-        prompt_column=args.prompt_column,
-    )
-
-
-def _settings(args: argparse.Namespace, engine: "EngineConfig", defaults: "Defaults", platform: str) -> dict[str, Any]:
-    """Return all that the answers of a batch depend on beside its lines: what may change their last bits too.
-
-    The number of pages and of replicas, and how much of the prompts is read between two steps, changes none.
-    """
-    from et_jax.models.fingerprint import adapter_fingerprint, fingerprint
-    from et_jax.models.hub import resolve
-
-    beside: dict[str, Any] = {} if args.small is None else {"small_files": fingerprint(resolve(args.small))}
-    if engine.adapters:
-        beside["adapter"] = {name: adapter_fingerprint(folder) for name, folder in engine.adapter_folders.items()}
-    return {
-        "model": args.model,
-        "model_files": fingerprint(resolve(args.model), engine.adapter),
-        **beside,
-        "platform": platform,
-        **engine.decisive,
-        "control": args.control,
-        **({} if (least := engine.laws.min_context) is None else {"min_context": least}),
-        **flags.given(args, KNOBS),
-        **dataclasses.asdict(defaults),
-    }
-
-
-def _sampling(args: argparse.Namespace) -> "SamplingParams":
-    """Return the sampling settings; for the report of a prompt with the alternatives that it shows."""
-    from et_jax.serve.requests import SamplingParams
-
-    names = {field.name for field in dataclasses.fields(SamplingParams)} & vars(args).keys()
-    told: dict[str, Any] = {"logprobs": _ALTERNATIVES} if args.report is not None and args.input is None else {}
-    told |= {"stop": tuple(args.stop), "bad_words": tuple(args.bad_word), "logit_bias": flags.biases(args.logit_bias)}
-    told["choice"] = tuple(args.choice)
-    told["json_schema"] = "" if args.json_schema is None else flags.schema(args.json_schema)
-    return SamplingParams(**{name: getattr(args, name) for name in names} | told)
-
-
-def _controller(args: argparse.Namespace, platform: str) -> "Controller":
-    """Return the laws that the command line names, with the defaults of a platform."""
-    from et_jax.serve.loading.min_context import named
-
-    return named(args.control, platform, **flags.given(args, KNOBS))
-
-
-def _engine(args: argparse.Namespace, max_num_seqs: int, control: "Controller") -> "EngineConfig":
-    """Return the settings of the engine that the command line has; of sequences at once `max_num_seqs` by default."""
-    from et_jax.serve.config import EngineConfig
-
-    names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
-    given = {name: getattr(args, name) for name in names} | {"name": args.model, "control": control}
-    given |= {"tell_reads": args.report is not None, "adapters": flags.adapters(args.adapter)}
-    return EngineConfig(**given | ({"max_num_seqs": max_num_seqs} if args.max_num_seqs is None else {}))
-
-
-def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") -> "Model":
+def _load(args: argparse.Namespace, engine: "EngineConfig", status: "Status") -> "Model":
     from et_jax.serve.engine import load
 
-    model = load(**settings.given, progress=status.tell)
+    model = load(**engine.given, progress=status.show)
     if args.verbose:
         status.clear()
         for line in model.describe():
@@ -453,17 +324,6 @@ def _load(args: argparse.Namespace, settings: "EngineConfig", status: "Status") 
 def _load_prefix(args: argparse.Namespace, model: "Model") -> None:
     if args.prefix is not None:
         model.load_prefix(args.prefix)
-
-
-def _facts(args: argparse.Namespace) -> dict[str, str]:
-    """Return the facts of a run for the head of a report."""
-    import jax
-
-    sampled = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")}
-    given = {"model": args.model, "control": args.control}
-    given |= flags.given(args, (*KNOBS, *flags.CACHE, *flags.EXPERTS, "lora", "quantize", "draft", "small"))
-    told = {name.replace("_", " "): str(value) for name, value in (given | sampled).items()}
-    return told | {"device": jax.devices()[0].device_kind}
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def _choice(task: Task, completion: Completion, tokenizer: Spelling) -> dict[str
 def _chat_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
     def spelled(token: int, logprob: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # else the token is a part of a character
-        return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode()) if whole else None}
+        is_text = "\N{REPLACEMENT CHARACTER}" not in text  # else the token is a part of a character
+        return {"token": text, "logprob": _shown(logprob), "bytes": list(text.encode()) if is_text else None}
 
     def row(trace: TokenTrace) -> dict[str, Any]:
         return spelled(trace.token, trace.logprob) | {"top_logprobs": [spelled(*pair) for pair in trace.top]}

@@ -35,7 +35,7 @@ def _biases(given: Any) -> dict[int, float]:
     try:
         return {int(token): float(bias) for token, bias in given.items()}
     except OverflowError as error:
-        raise UsageError("logit_bias holds a number beyond all bounds; write a smaller one.") from error
+        raise UsageError("logit_bias contains a number beyond all bounds; write a smaller one.") from error
 
 
 def prompt_of(body: Mapping[str, Any]) -> str | tuple[int, ...]:
@@ -62,12 +62,12 @@ def _message(message: Any) -> dict[str, str]:
     content = given.get("content")
     if isinstance(content, list):  # parts, of which only text is supported
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        content = "".join(map(str, texts)) if whole else None
+        only_texts = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+        content = "".join(map(str, texts)) if only_texts else None
     if not isinstance(given.get("role"), str) or not isinstance(content, str):
-        raise UsageError(f"messages holds {shown(message)}; each must have a role and a content, both texts.")
+        raise UsageError(f"messages contains {shown(message)}; each must have a role and a content, both texts.")
     if strange := sorted(given.keys() - {"role", "content", "name"}):
-        raise UsageError(f"messages holds {excerpt(strange[0])}, which is not supported here; leave it out.")
+        raise UsageError(f"messages contains {excerpt(strange[0])}, which is not supported here; leave it out.")
     return given | {"content": content}
 
 
@@ -90,7 +90,7 @@ def params_of(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> 
     if "stop_token_ids" in body:
         given["stop_token_ids"] = ids = _listed(body, "stop_token_ids", int, "token ids")
         if len(ids) > MAX_STOP_IDS:
-            raise UsageError(f"stop_token_ids is {shown(list(ids))}; it may hold at most {MAX_STOP_IDS} ids.")
+            raise UsageError(f"stop_token_ids is {shown(list(ids))}; it may have at most {MAX_STOP_IDS} ids.")
     lists = (("allowed_token_ids", int, "token ids"), ("bad_words", str, "texts"), ("choice", str, "texts"))
     given |= _grammar(body)
     for name, kind, wanted in lists:

@@ -132,7 +132,7 @@ def _mark(entry: Entry) -> int:
 
 def _outlived(line: int, journal: Journal) -> UsageError:
     return UsageError(
-        f"Line {line} is not the one whose error row {journal.path} holds; take that row "
+        f"Line {line} is not the line of the error row in {journal.path}; take that row "
         f'("line": {line}) out of it and run again, or choose another --output.'
     )
 

@@ -89,7 +89,7 @@ class Journal:
             except OSError as error:
                 raise self._refusal(error) from error
             self._synced_size = self._size
-        if said := self._manifest.keep():
+        if said := self._manifest.restore():
             print(f"warning: {said}", file=sys.stderr)
         self._synced_at = time.monotonic()
 
@@ -104,25 +104,25 @@ class Journal:
 
     def _check(self, data: bytes = b"", *row: Any) -> None:
         """Raise UsageError unless the file is in place and unchanged; `data` of a `row` is to be written next."""
-        held = os.fstat(self._file)
+        opened = os.fstat(self._file)
         there = _state(self.path)
-        in_place, whole = there is not None and os.path.samestat(held, there), held.st_size == self._size
-        if in_place and whole:
+        in_place, intact = there is not None and os.path.samestat(opened, there), opened.st_size == self._size
+        if in_place and intact:
             return
         self._sound = False
         if in_place:
             raise UsageError(
-                f"{self.path} was changed by another program while the job ran (it has {held.st_size} bytes, not "
+                f"{self.path} was changed by another program while the job ran (it has {opened.st_size} bytes, not "
                 f"{self._size}), and nothing more is written; run the same command again, which says what it lacks."
             )
-        if data and whole:
+        if data and intact:
             with contextlib.suppress(OSError):  # a torn row is truncated later
                 self._write(data)
                 self.recorded[row[0]] = row[1]
-        kept = f"its {len(self.recorded)} rows" if whole else "what is left of its rows"
-        raise UsageError(f"{self.path} was {self._fate(there is not None, kept)}")
+        rows = f"its {len(self.recorded)} rows" if intact else "what is left of its rows"
+        raise UsageError(f"{self.path} was {self._fate(there is not None, rows)}")
 
-    def _fate(self, replaced: bool, kept: str) -> str:
+    def _fate(self, replaced: bool, rows: str) -> str:
         """Rescue the rows of a file that was moved or removed, and return the rest of a sentence about it."""
         if place := rescue.found(self._file):
             return f"moved to {place} while the job ran; move it back and run the same command again."
@@ -130,14 +130,14 @@ class Journal:
         try:
             place = rescue.copy(self._file, self.path)
         except OSError as error:
-            return f"{fate} {kept} could not be kept ({error.strerror or error}): run the same command again."
+            return f"{fate} {rows} could not be kept ({error.strerror or error}): run the same command again."
         beside = "put that"
         try:
-            self._manifest.keep()
+            self._manifest.restore()
         except UsageError:  # its folder is gone
             with contextlib.suppress(UsageError):  # the place of the rows must be reported in any case
                 beside = f"put that and {self._manifest.copy(place)}"
-        return f"{fate} {kept} are kept in {place}: {beside} in its place and run the same command again."
+        return f"{fate} {rows} are kept in {place}: {beside} in its place and run the same command again."
 
     def _refusal(self, error: OSError) -> UsageError:
         return UsageError(
@@ -185,16 +185,16 @@ def _locked(path: Path) -> Iterator[int]:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise UsageError(f"{path} cannot be locked ({error.strerror}); choose another --output.") from error
             raise UsageError(f"{path} is being written by another job; wait for it, or choose another.") from error
-        held, there = os.fstat(file), _state(path)
-        if there is None or not os.path.samestat(held, there):
+        opened, there = os.fstat(file), _state(path)
+        if there is None or not os.path.samestat(opened, there):
             raise UsageError(f"{path} was replaced by another file just now; run the same command again.")
-        if not stat.S_ISREG(held.st_mode):
+        if not stat.S_ISREG(opened.st_mode):
             raise UsageError(f"{path} is not a regular file; choose another --output.")
         try:
             yield file
         except UsageError:
-            held, there = os.fstat(file), _state(path)
-            if is_new and held.st_size == 0 and there is not None and os.path.samestat(held, there):
+            opened, there = os.fstat(file), _state(path)
+            if is_new and opened.st_size == 0 and there is not None and os.path.samestat(opened, there):
                 os.unlink(path)
                 if not has_manifest and os.path.lexists(beside):
                     beside.unlink()
@@ -221,15 +221,15 @@ def _read(path: Path) -> tuple[dict[str | int, str], int]:
         for number, line in enumerate(file, 1):
             try:
                 key, identity = _identity(json.loads(line.decode()))
-                whole = line.endswith(b"\n")
+                complete = line.endswith(b"\n")
             except (ValueError, KeyError, TypeError, RecursionError):
-                whole = False
-            if torn or not (whole or _is_torn(line)):
+                complete = False
+            if torn or not (complete or _is_torn(line)):
                 raise UsageError(
                     f"{path}: line {torn or number} is no row of a job, and nothing was changed; "
                     "take it out of the file, or choose another --output."
                 )
-            if not whole:
+            if not complete:
                 torn = number
             elif key in recorded:
                 name = f"custom_id {json.dumps(key)}" if isinstance(key, str) else f"input line {key}"

@@ -36,7 +36,7 @@ def read_lines(path: Path, column: str | None = None, others: Set[str] = frozens
     try:
         yield from (_rows(path, column, others) if _has_rows(path) else _json_lines(path))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error}); mend it and run again.") from error
+        raise UsageError(f"{path} cannot be read ({error.strerror or error}); correct it and run again.") from error
 
 
 def _has_rows(path: Path) -> bool:
@@ -55,16 +55,16 @@ def _json_lines(path: Path) -> Iterator[Line]:
                 data = data.removeprefix(codecs.BOM_UTF8)
             content = data.rstrip(b"\r\n")
             digest = hashlib.blake2b(content, digest_size=16)
-            whole, blank, piece = len(content) <= MAX_LINE_BYTES, not data.strip(), data[-1:]
+            fits, blank, piece = len(content) <= MAX_LINE_BYTES, not data.strip(), data[-1:]
             while piece and not piece.endswith(b"\n"):
                 piece = file.readline(_PIECE_BYTES)
                 digest.update(piece.rstrip(b"\r\n"))
-            if not (whole and blank):
-                yield Line(number=number, data=data if whole else None, digest=digest.digest())
+            if not (fits and blank):
+                yield Line(number=number, data=data if fits else None, digest=digest.digest())
 
 
 def _rows(path: Path, column: str | None, others: Set[str]) -> Iterator[Line]:
     for number, (data, problem) in enumerate(read_rows(path, column, others), 1):
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        held = data if len(data) <= MAX_LINE_BYTES else None
-        yield Line(number=number, data=held, digest=digest, problem=problem)
+        fitting = data if len(data) <= MAX_LINE_BYTES else None
+        yield Line(number=number, data=fitting, digest=digest, problem=problem)

@@ -19,7 +19,7 @@ from et_jax.serve.requests import SamplingParams
 VERSION = 2  # of the manifest and of the ids of rows; the first had no version
 _MAX_BYTES = 16 * 2**20
 _SHOWN = 60  # characters of a value in a sentence
-_MAX_TOLD = 16  # settings in a sentence
+_MAX_NAMED = 16  # settings in a sentence
 _NOT_COMPARED = ("model", "version")
 _CALLED = {"model_files": "the digest of the files of the model and its adapter", "platform": "the kind of device"}
 
@@ -66,7 +66,7 @@ class Manifest:
             )
         self._seen = self._state()
 
-    def keep(self) -> str | None:
+    def restore(self) -> str | None:
         """Write the manifest again if it was removed or changed, and return a sentence about that."""
         state = self._state()
         if state == self._seen:
@@ -126,11 +126,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     differing = [
         name for name in {**now, **before} if before.get(name, unset.get(name)) != now.get(name, unset.get(name))
     ]
-    told = [
+    named = [
         f"{_called(name)} was {_shown(before.get(name))} and is {_shown(now.get(name))}"
-        for name in differing[:_MAX_TOLD]
+        for name in differing[:_MAX_NAMED]
     ]
-    return [*told, f"and {len(differing) - _MAX_TOLD} more"] if len(differing) > _MAX_TOLD else told
+    return [*named, f"and {len(differing) - _MAX_NAMED} more"] if len(differing) > _MAX_NAMED else named
 
 
 def _called(name: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 from et_jax.batch.strict import shown
 from et_jax.errors import UsageError
-from et_jax.io.schema import DatasetFile, checked, read_json
+from et_jax.io.json_files import checked, read_json
+from et_jax.io.schema import DatasetFile
 from et_jax.io.values import excerpt
 
 _ROWS = 64  # in memory at once
@@ -83,7 +84,7 @@ def saved_files(folder: Path) -> list[Path]:
     if (folder / _SPLITS).is_file():
         splits = read_json(folder / _SPLITS).get("splits")
         names = ", ".join(map(excerpt, map(str, splits))) if isinstance(splits, list) else "none"
-        raise UsageError(f"{folder} holds several data sets ({names}); name the folder of one of them.")
+        raise UsageError(f"{folder} contains several data sets ({names}); name the folder of one of them.")
     if not (folder / _STATE).is_file():
         raise UsageError(
             f"{folder} is a folder without a data set; name a file, a folder that datasets saved (save_to_disk), or "
@@ -102,7 +103,7 @@ def _row(row: dict[str, Any]) -> tuple[bytes, str | None]:
         try:
             values[name] = plain(value)
         except UnicodeDecodeError:
-            return repr(row).encode(errors="replace"), f"{excerpt(name)} holds bytes that are no UTF-8; write texts."
+            return repr(row).encode(errors="replace"), f"{excerpt(name)} contains bytes that are no UTF-8; write texts."
         except ValueError as error:
             return repr(row).encode(errors="replace"), f"{excerpt(name)} {error}; write each once."
     return json.dumps(values, default=str).encode(), None

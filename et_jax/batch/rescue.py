@@ -25,8 +25,8 @@ def found(file: int) -> Path | None:
 def copy(file: int, path: Path) -> Path:
     """Copy an open file, which was removed from `path`, to a new file beside it, and return the new path.
 
-    If the folder of `path` is not writable, the working directory is tried, then the folder for temporary files. Raises
-    OSError if none is writable.
+    The copy goes to the folder of `path` or, if that is not writable, to the working directory, or else to the folder
+    for temporary files. Raises OSError if none is writable.
     """
     refusal = OSError("no folder is left")
     for folder in (path.parent, Path.cwd(), Path(tempfile.gettempdir())):

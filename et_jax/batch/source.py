@@ -104,8 +104,8 @@ def check_lines(path: Path, name: str) -> None:
 def _guessed(data: bytes) -> tuple[str, str] | None:
     """Return what the beginning of a file seems to be, and what to do; None if it has JSON lines or is empty."""
     pieces = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    whole = pieces if len(data) < _LOOKED_AT else pieces[:-1]  # the last line is incomplete
-    lines = [line.strip() for line in whole if line.strip()]
+    complete = pieces if len(data) < _LOOKED_AT else pieces[:-1]  # the last line is incomplete
+    lines = [line.strip() for line in complete if line.strip()]
     opens = [line for line in pieces if line.lstrip().startswith(b"{")]
     if not lines:
         return None

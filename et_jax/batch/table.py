@@ -40,40 +40,40 @@ def write_table(output: Path, journal: Path, entries: Iterable[Entry]) -> None:
     arrow = arrow_of(output)
     parquet, places = importlib.import_module("pyarrow.parquet"), {}
     schema = arrow.schema(kinds(arrow, ("custom_id", *_TEXTS), ("line", "index", *_COUNTS)))
-    written, held = BytesIO(), []
+    written, rows = BytesIO(), []
     with journal.open("rb") as file, parquet.ParquetWriter(written, schema) as writer:
         while line := file.readline():
             row = json.loads(line)
             places[row["error"]["line"] if row["custom_id"] is None else row["custom_id"]] = file.tell() - len(line)
         for entry in entries:
             file.seek(places[entry.key])
-            held += _rows(entry, json.loads(file.readline()))
-            if len(held) >= _ROWS:
-                writer.write_batch(arrow.RecordBatch.from_pylist(held, schema=schema))
-                held = []
-        writer.write_batch(arrow.RecordBatch.from_pylist(held, schema=schema))
+            rows += _rows(entry, json.loads(file.readline()))
+            if len(rows) >= _ROWS:
+                writer.write_batch(arrow.RecordBatch.from_pylist(rows, schema=schema))
+                rows = []
+        writer.write_batch(arrow.RecordBatch.from_pylist(rows, schema=schema))
     replace_file(output, written.getvalue())
 
 
-def kinds(arrow: Any, texts: Iterable[str], whole: Iterable[str]) -> dict[str, Any]:
-    """Return the Arrow types of the `texts` columns, of the integer columns `whole`, and of the entropic totals."""
+def kinds(arrow: Any, texts: Iterable[str], integers: Iterable[str]) -> dict[str, Any]:
+    """Return the Arrow types of the `texts` columns, of the columns `integers`, and of the entropic totals."""
     number = arrow.float64()
     others = {"temperature_range": arrow.list_(number), "guard_rates": arrow.map_(arrow.string(), number)}
     entropic = {
         name: arrow.int64() if "tokens" in name else others.get(name, number) for name in Totals.of([]).to_dict()
     }
-    named = dict.fromkeys(texts, arrow.string()) | dict.fromkeys(whole, arrow.int64())
+    named = dict.fromkeys(texts, arrow.string()) | dict.fromkeys(integers, arrow.int64())
     return named | {"entropic": arrow.struct(list(entropic.items()))}
 
 
 def _rows(entry: Entry, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the table rows of a line's row, one per continuation; figures are totals of all its continuations."""
-    told = {"custom_id": row["custom_id"], "line": entry.line, "index": 0}
+    shared = {"custom_id": row["custom_id"], "line": entry.line, "index": 0}
     if row["error"] is not None:
-        yield told | {"error": row["error"]["message"]}
+        yield shared | {"error": row["error"]["message"]}
         return
     body = row["response"]["body"]
-    told |= {name: body["usage"][name] for name in _COUNTS} | {"entropic": body["entropic"]}
+    shared |= {name: body["usage"][name] for name in _COUNTS} | {"entropic": body["entropic"]}
     for choice in body["choices"]:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-        yield told | {"index": choice["index"], "text": text, "finish_reason": choice["finish_reason"]}
+        yield shared | {"index": choice["index"], "text": text, "finish_reason": choice["finish_reason"]}

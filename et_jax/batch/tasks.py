@@ -61,11 +61,7 @@ class ChatTokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
     def chat(
-        self,
-        messages: list[dict[str, str]],
-        system_prompt: str | None = None,
-        *,
-        allow_special_tokens: bool = False,
+        self, messages: list[dict[str, str]], system_prompt: str | None = None, *, allow_special_tokens: bool = False
     ) -> list[int]: ...
 
 
@@ -191,9 +187,9 @@ def _object(line: Line) -> tuple[dict[str, Any], bytes]:
     except UnicodeDecodeError as error:
         raise UsageError(f"The line is not UTF-8 (byte {error.start + 1}); save the file as UTF-8.") from error
     except UnicodeEncodeError as error:
-        raise UsageError("The line holds half of a surrogate pair; write the character whole.") from error
+        raise UsageError("The line contains half of a surrogate pair; write the full character.") from error
     except ValueError as error:
-        raise UsageError(f"The line is not JSON ({excerpt(str(error), 200)}); mend it.") from error
+        raise UsageError(f"The line is not JSON ({excerpt(str(error), 200)}); correct it.") from error
     if not isinstance(values, dict):
         raise UsageError("The line is not a JSON object; write one as {...}.")
     given = {name: value for name, value in values.items() if value is not None}

@@ -93,7 +93,7 @@ def sentence(error: OSError) -> str:
     return f"{error.filename or 'a file'}: {error.strerror or error}"
 
 
-def tried(write: Callable[[], None]) -> bool:
+def succeeded(write: Callable[[], None]) -> bool:
     """Write a secondary file, and return whether that worked; an error is printed."""
     try:
         write()

@@ -260,7 +260,7 @@ def check_combination(args: argparse.Namespace) -> None:
     if args.adapter and args.input is None and not args.check:
         raise UsageError("--adapter is for --input, whose lines name adapters; merge one with --lora.")
     if args.prompt_column is not None and args.input is None:
-        raise UsageError("--prompt-column is for --input; it names the field that holds the prompt of a line.")
+        raise UsageError("--prompt-column is for --input; it names the field with the prompt of a line.")
     if args.save_prefix is not None and args.prompt is None:
         raise UsageError("--save-prefix is for --prompt, whose pages it writes.")
     if args.prefix is not None and (args.ray or args.check):

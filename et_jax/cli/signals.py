@@ -16,9 +16,9 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 class Signals:
     """The handling of Ctrl-C, SIGTERM and a closing terminal (SIGHUP) in a command.
 
-    A signal prints `said` and ends the command at once, whatever the main thread waits for. After `hold`, when there is
-    work to finish, the first signal is only recorded, as `number`, and the second ends the command. Signals that
-    were ignored at the start stay ignored.
+    A signal prints `said` and ends the command at once, whatever the main thread waits for. After `defer`, while
+    there is work to finish, the first signal is only recorded, as `number`, and the second ends the command. Signals
+    that were ignored at the start stay ignored.
     """
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Signals:
         return 0 if self.number is None else 128 + self.number
 
     def received(self) -> bool:
-        """Return whether there was a signal since `hold`."""
+        """Return whether there was a signal since `defer`."""
         return self.number is not None
 
-    def hold(self) -> Callable[[], bool]:
+    def defer(self) -> Callable[[], bool]:
         """Record the first signal from now on, because there is work to finish. Returns `received`."""
         self._deferred = True
         return self.received
@@ -79,7 +79,7 @@ class Signals:
             self._thread = threading.Thread(target=self._listen, args=(reader,), name="et_jax signals", daemon=True)
             self._thread.start()
             self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            for number in _heeded():
+            for number in _handled():
                 self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
@@ -116,11 +116,11 @@ def _terminal() -> Callable[[], None]:
 
 def guard() -> None:
     """Let signals before and after `run` end the process without a traceback; for a process of its own."""
-    for number in _heeded():
+    for number in _handled():
         signal.signal(number, lambda number, _: _end("interrupted", number))
 
 
-def _heeded() -> list[int]:
+def _handled() -> list[int]:
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 

@@ -27,7 +27,7 @@ def read_standard_input() -> str:
     except OSError as error:
         raise UsageError(f"Standard input cannot be read ({error.strerror}); pipe a text into it.") from error
     if len(data) > STANDARD_INPUT_BYTES:
-        raise UsageError(f"Standard input holds more than {STANDARD_INPUT_BYTES >> 20} MiB; give a shorter prompt.")
+        raise UsageError(f"Standard input has more than {STANDARD_INPUT_BYTES >> 20} MiB; give a shorter prompt.")
     try:
         return decoded(data)
     except UnicodeDecodeError as error:

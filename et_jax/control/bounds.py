@@ -84,15 +84,6 @@ def _where_valid(num_tokens: Int[Array, " n"], per_token: Interval) -> Interval:
     )
 
 
-def code_scale(
-    key_min: Float[Array, "*n d"], key_max: Float[Array, "*n d"]
-) -> tuple[Float[Array, "*n d"], Float[Array, "*n d"]]:
-    """Return the scale (max - min) / 255 and the offset min + 128 scale of 8-bit codes for a block's box."""
-    low, high = key_min.astype(jnp.float32), key_max.astype(jnp.float32)
-    scale = (high - low) / 255.0
-    return scale, low + 128.0 * scale
-
-
 def coded_mass(
     query: Float[Array, "g d"],
     codes: Int8[Array, "n s d"],
@@ -103,8 +94,8 @@ def coded_mass(
     """Return bounds on log Z, in nats, from keys stored as offset + scale * code, each rounded to the nearest.
 
     A key differs from its code by at most scale / 2 in every channel, a score by at most e = sum_c |q_c| scale_c / 2,
-    so log Z is within e of that of the codes. With scale = (max - min) / 255 the error is 1/510 of the box
-    width (see `code_scale`). Only the first `num_tokens` codes of a block count.
+    so log Z is within e of that of the codes. With scale = (max - min) / 255 and offset = min + 128 scale the error is
+    1/510 of the box width. Only the first `num_tokens` codes of a block count.
     """
     q = query.astype(jnp.float32)
     error = scores(jnp.abs(q), 0.5 * scale.astype(jnp.float32))

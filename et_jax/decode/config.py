@@ -57,7 +57,7 @@ class DecoderConfig:
     becomes active. With `audit` each model reports which of the other's tokens were its own likeliest ones when it
     catches up with them; and under a budget the last query of each segment reports its attention mass on the blocks
     read. A budget's segments are chunks. `compression` configures `compress`; None never compresses.
-    With `tell_reads` outputs report the blocks that every layer and KV head read. Keys and values are stored in
+    With `trace_reads` outputs report the blocks that every layer and KV head read. Keys and values are stored in
     `cache_dtype`, possibly one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None if
     it is the same. Matrices have the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Equal
     layers may be `stacked`, in weights and caches (`models.stacks`). `mesh` has the chips over which the
@@ -88,7 +88,7 @@ class DecoderConfig:
     lazy: bool = False
     audit: bool = False
     compression: Compression | None = None
-    tell_reads: bool = False
+    trace_reads: bool = False
     stacked: bool = False
     mesh: Mesh | AbstractMesh | None = None
     num_adapters: int = 0

@@ -309,7 +309,7 @@ def report(
         signals=after.signals,
         top_tokens=None if top is None else top[1],
         top_logprobs=None if top is None else top[0],
-        reads=rows.spread(config.num_slots, stats.reads) if config.tell_reads else None,
+        reads=rows.spread(config.num_slots, stats.reads) if config.trace_reads else None,
     )
 
 

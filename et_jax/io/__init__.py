@@ -4,7 +4,8 @@ values              values from callers: each converted to the requested plain t
 knobs               settings that are fields of a dataclass, with their meaning and bounds
 files, checksums    atomic writes of files; folders whose every file has a checksum
 texts               text files that a user names
-schema, gguf        validation of the JSON files of a model folder; the values and tensors of a GGUF file
+json_files, schema  the JSON files of a model folder, read and validated; their fields
+gguf                the values and tensors of a GGUF file
 terminal, bar       the abilities of a stream; a progress bar
 known               figures that may be unknown, reported as missing
 html                plain values as HTML: tables, text coloured by entropy

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import check_regular, named
+from et_jax.io.json_files import check_regular, named
 
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 _VERSIONS = (2, 3)

@@ -2,7 +2,7 @@
 
     hub -> checkpoint -> params -> experts -> layers -> weights, config
                                 -> stacks -> config
-                      -> families -> sources, config
+                      -> families -> sources, config_file -> config
                       -> placing -> stored -> encodings, sources
            module_reading -> module -> calls, config
                 transformer -> params, stacks

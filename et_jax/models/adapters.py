@@ -21,7 +21,8 @@ from jaxtyping import Float
 
 from et_jax.errors import UsageError
 from et_jax.io.files import expanded
-from et_jax.io.schema import AdapterFile, checked, named, read_json
+from et_jax.io.json_files import checked, named, read_json
+from et_jax.io.schema import AdapterFile
 from et_jax.models.checkpoint import sources_of
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import FLOATS

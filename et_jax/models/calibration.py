@@ -15,7 +15,8 @@ import numpy as np
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.files import cache_folder, replace_file
-from et_jax.io.schema import CalibrationFile, checked, is_there, read_json
+from et_jax.io.json_files import checked, is_there, read_json
+from et_jax.io.schema import CalibrationFile
 from et_jax.models.config import ModelShape
 from et_jax.models.fingerprint import fingerprint
 from et_jax.types import Table

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from et_jax.errors import UsageError
 from et_jax.io import checksums
 from et_jax.io.gguf import GgufTensor, is_gguf
-from et_jax.io.schema import read_json
+from et_jax.io.json_files import read_json
 from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import Encoding, encoding_of

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import QuantizationFile, SchemeFile, checked, named
+from et_jax.io.json_files import checked, named
+from et_jax.io.schema import QuantizationFile, SchemeFile
 
 Shape = tuple[int, ...]
 FLOATS = ("F32", "BF16", "F16")

@@ -14,7 +14,7 @@ import numpy as np
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import FLOATS, Gguf, GgufTensor, read_gguf
-from et_jax.io.schema import named
+from et_jax.io.json_files import named
 from et_jax.models.config import ModelConfig
 from et_jax.models.families.registry import FAMILIES, from_hugging_face
 from et_jax.models.sources import Piece, Shape, Source, Sources, fused, one_to_one, tensor_shapes

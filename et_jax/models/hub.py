@@ -7,7 +7,7 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import is_gguf
-from et_jax.io.schema import named
+from et_jax.io.json_files import named
 from et_jax.models.checkpoint import read_config
 from et_jax.models.local import local_model
 

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import GgufTensor
-from et_jax.io.schema import MAX_INDEX_BYTES, IndexFile, check_regular, checked, is_there, named, read_json
+from et_jax.io.json_files import MAX_INDEX_BYTES, check_regular, checked, is_there, named, read_json
+from et_jax.io.schema import IndexFile
 from et_jax.models import gguf
 from et_jax.models.config import ModelConfig
 from et_jax.models.encodings import FLOATS, Encoding, Mxfp4, Part

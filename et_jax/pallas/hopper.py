@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -60,6 +61,16 @@ def load(ref: Any, layout: Any = plgpu.Layout.WGMMA) -> Array:
     """Load in the layout of a product's rows, one element at a time if there is no wider load."""
     index = () if hasattr(plgpu, "store") else ((),)  # JAX 0.11 requires one
     return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def below(row: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "x s"]:
+    """Return the row broadcast along a new first axis."""
+    return lax.broadcast_in_dim(row, shape, [1])
+
+
+def beside(column: Float[Array, " r"], shape: tuple[int, int]) -> Float[Array, "r x"]:
+    """Return the column broadcast along a new last axis."""
+    return lax.broadcast_in_dim(column, shape, [0])
 
 
 def convert(floats_ref: Any, tile_ref: Any) -> None:

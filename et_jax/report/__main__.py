@@ -36,8 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, signals: Signals) -> int:
-    from et_jax.report.batch import is_batch, write_batch_report
+    from et_jax.report.batch import write_batch_report
     from et_jax.report.page import check_place, write_report
+    from et_jax.report.rows import is_batch
     from et_jax.report.trace import read_trace
 
     signals.said = "interrupted before the page was written"

@@ -3,14 +3,12 @@
 Rows have the figures of each request; `Extremes` keeps the tokens of the extreme ones during the batch.
 """
 
-import contextlib
 import dataclasses
 import heapq
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,66 +18,12 @@ from et_jax.io.known import formatted
 from et_jax.report.drawing import BLUE, GREEN, PURPLE, WARM, Figure, axis, chart, plain
 from et_jax.report.figures import of_completion
 from et_jax.report.page import Decode, Section, TextTable, facts_of, write_page
+from et_jax.report.rows import Body, Row, read_rows
 from et_jax.serve.completions import Completion
 
 EACH = 3  # requests per extreme of a measure
 MOST_POINTS = 2000  # requests shown in the scatter plot
 _BINS = 40
-
-
-class Message(msgspec.Struct):
-    """The message of a choice of a chat."""
-
-    content: str
-
-
-class Choice(msgspec.Struct):
-    """One continuation, as text or as a message."""
-
-    text: str | None = None
-    message: Message | None = None
-
-
-class Usage(msgspec.Struct):
-    """The tokens of an answer."""
-
-    completion_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-
-
-Sum = Annotated[float, msgspec.Meta(ge=-1e60, le=1e60)]
-"""A figure of a run, or a sum of such; its sums and squares stay finite."""
-
-
-class Entropic(msgspec.Struct):
-    """The fields of `Totals.to_dict` that a report reads; None is unknown."""
-
-    entropic_time: Sum | None
-    cost_bytes: Sum | None
-    nats_per_byte: Sum | None
-    mean_entropy: Sum | None = None
-    share_read: Sum | None = None
-
-
-class Body(msgspec.Struct):
-    """The fields of an answer that a report reads."""
-
-    choices: list[Choice]
-    usage: Usage
-    entropic: Entropic
-
-
-class Response(msgspec.Struct):
-    """An answer as OpenAI's batch format wraps it."""
-
-    body: Body
-
-
-class Row(msgspec.Struct):
-    """A row of the output of a batch; `response` is None in an error row."""
-
-    id: str
-    custom_id: str | None
-    response: Response | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +95,7 @@ def write_batch_report(
     for number, row in enumerate(read_rows(output), 1):
         spread.take(number, row)
     if not spread.total:
-        raise UsageError(f"{output} holds no row, so there is nothing to report and {path} is not written.")
+        raise UsageError(f"{output} has no row, so there is nothing to report and {path} is not written.")
     ends = spread.ends()
     shown = {number: row for number, row in enumerate(read_rows(output), 1) if number in ends}
     sections = [spread.section(ends, shown)]
@@ -159,36 +103,6 @@ def write_batch_report(
         kept = () if extremes is None else extremes.of(row.id)
         sections += _request(number, row, ends[number], kept)
     write_page(f"Batch report: {spread.total} requests", {**facts, **spread.facts()}, sections, path, decode)
-
-
-def is_batch(path: Path) -> bool:
-    """Return whether the first line of a file looks like a row of a batch."""
-    with contextlib.suppress(OSError, ValueError, RecursionError), path.open("rb") as file:
-        first = json.loads(file.readline())
-        return isinstance(first, dict) and {"custom_id", "response"} <= first.keys()
-    return False
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of the output of a batch, except a torn last one.
-
-    Raises UsageError naming an invalid line.
-    """
-    decoder = msgspec.json.Decoder(Row)
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    if not line.endswith(b"\n"):
-                        return
-                    raise UsageError(
-                        f"{path}: line {number} is no row of a batch ({error}); name the --output of a batch, "
-                        "or a file that --trace wrote."
-                    ) from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}); name the --output of a batch.") from error
 
 
 class _Spread:
@@ -329,7 +243,7 @@ def _request(number: int, row: Row, said: Sequence[str], kept: Sequence[Completi
             for i, completion in enumerate(ordered)
         ]
     assert row.response is not None  # an error row has no measure
-    texts = [_text(choice) for choice in row.response.body.choices]
+    texts = [choice.full_text for choice in row.response.body.choices]
     return [
         Section(
             id=f"request-{number}",
@@ -345,7 +259,3 @@ def _request(number: int, row: Row, said: Sequence[str], kept: Sequence[Completi
 
 def _name(number: int, row: Row) -> str:
     return f"Row {number}" if row.custom_id is None else f"Row {number}: {row.custom_id}"
-
-
-def _text(choice: Choice) -> str:
-    return (choice.text or "") if choice.message is None else choice.message.content

@@ -110,7 +110,7 @@ def converse(conversation: Conversation, signals: Signals) -> int:
 
     if asks:
         print(f"{conversation.model.name}: /help shows the commands, Ctrl-D ends.", file=sys.stderr)
-    stopped = signals.hold()
+    stopped = signals.defer()
     while signals.number in (None, signal.SIGINT):
         try:
             with signals.asking():

@@ -26,7 +26,7 @@ class Status:
     def __exit__(self, *_: object) -> None:
         self.clear()
 
-    def tell(self, what: str) -> None:
+    def show(self, what: str) -> None:
         """Show the work in progress, or a sentence on finished work."""
         line = what if what.endswith(".") else f"{what} ..."
         if takes_escapes(sys.stderr):

@@ -107,14 +107,14 @@ class Reader {
       const box = this.text.getBoundingClientRect(), place = this.tokens[next].getBoundingClientRect();
       if (place.top < box.top || place.bottom > box.bottom) this.text.scrollTop += place.top - box.top - box.height / 2;
     }
-    this.panel.replaceChildren(...this.told(next));
+    this.panel.replaceChildren(...this.described(next));
     for (const [element, view] of views) {
       if (element.dataset.of !== this.name || !report.figures[element.dataset.figure].by_token) continue;
       view.signal("at", next + 1).runAsync();
     }
   }
 
-  told(i) {
+  described(i) {
     const head = document.createElement("p");
     const shown = document.createElement("strong");
     shown.textContent = JSON.stringify(this.tokens[i].textContent);

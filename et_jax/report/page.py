@@ -19,7 +19,7 @@ from et_jax.io.known import formatted, known_or_none
 from et_jax.report.drawing import Figure
 from et_jax.report.figures import of_completion
 from et_jax.serve.completions import Completion, TokenTrace, checked_completion
-from et_jax.serve.loading.min_context import told as described_least
+from et_jax.serve.loading.min_context import described as described_least
 from et_jax.serve.totals import Totals
 
 _LARGEST_EXP = 700.0  # the largest argument whose exponential is a float

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from et_jax.cli.streams import Stream
 from et_jax.errors import UsageError
-from et_jax.io.schema import checked
+from et_jax.io.json_files import checked
 from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
 from et_jax.serve.requests import MAX_N
 
@@ -105,7 +105,7 @@ def read_trace(path: Path) -> tuple[About, list[Completion]]:
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
-        raise UsageError(f"{path} is empty or holds no complete line; {_AGAIN}.")
+        raise UsageError(f"{path} is empty or has no complete line; {_AGAIN}.")
     about = _about(path, first[1])
     rows: list[list[TokenTrace]] = [[] for _ in range(about.n)]
     ends: list[End | None] = [None] * about.n
@@ -176,7 +176,7 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
 
     def finite(text: str) -> float:
         if not math.isfinite(number := float(text)):
-            raise UsageError(f"{source} holds {text}, which is no finite number; {_AGAIN}.")
+            raise UsageError(f"{source} contains {text}, which is no finite number; {_AGAIN}.")
         return number
 
     try:
@@ -186,7 +186,7 @@ def _values(source: str, line: bytes) -> dict[str, Any] | None:
     except UsageError:
         raise
     except UnicodeEncodeError as error:
-        raise UsageError(f"{source} holds half of a surrogate pair, which is no character; {_AGAIN}.") from error
+        raise UsageError(f"{source} contains half of a surrogate pair, which is no character; {_AGAIN}.") from error
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None

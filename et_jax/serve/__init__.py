@@ -1,12 +1,12 @@
 r"""The host: what drives a decoder for many callers at once.
 
-    engine -> model -> streams -> replicas -> replica -> queue -> scheduler -> memory
-                                                     \-> device
+    engine -> model -> decoders -> replicas -> replica -> slots -> queue -> scheduler -> memory
+                    \-> streams                      \-> device
 
-`config` has the settings, `use` says where a model may be used, `requests` has what callers ask for, `prompts` what
-they may hand over, `completions` what they get and `totals` what those came to, `sequence` what is between. `chunks`
-cuts prompts up for prefill, `saved_prefix` keeps their pages in files, `records` makes plain values of what a burst of
-steps put out, and `scoring` reads given texts without continuing them. `loading` goes from a model's name to what
-serves it, `memory` says what fits, `programs` keeps what is compiled, `clocks` measures what laws of drafts go by, and
-`metrics` counts.
+`config` has the settings, `use` says where a model may be used, `decoders` compiles programs for a model's weights.
+`requests` has what callers ask for, `prompts` what they may pass, `completions` what they receive and `totals` sums of
+it; `sequence` is a request while it is served. `chunks` cuts prompts up for prefill, `saved_prefix` stores their pages
+in files, `records` makes plain values of the outputs of a burst of steps, and `scoring` scores given texts without
+continuing them. `loading` goes from a model's name to a decoder, `memory` says what fits, `programs` caches what is
+compiled, `clocks` measures what laws of drafts depend on, and `metrics` counts.
 """

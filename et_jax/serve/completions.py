@@ -9,8 +9,8 @@ import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io import html, values
+from et_jax.io.json_files import checked
 from et_jax.io.known import formatted, known_or_none, ratio
-from et_jax.io.schema import checked
 from et_jax.serve.totals import Totals
 
 _MOST = 3.4e38  # of float32, the device's dtype: sums and squares of such figures stay finite
@@ -38,7 +38,7 @@ class TokenTrace:
     alternating models produced the token, None with a single model; the figures are then that model's, and the token
     is charged for the work of both models since the previous token. Of `audited` tokens of one model that the other
     caught up with for this token, `agreed` were the other's most likely ones. `reads[layer][head]` is `blocks_read` by
-    layer and KV head; None without `load(tell_reads=True)`, or if the small model, whose layers differ, produced the
+    layer and KV head; None without `load(trace_reads=True)`, or if the small model, whose layers differ, produced the
     token. `experts` is the number of experts, over all layers, that the previous token and the tokens drafted with it
     used; None if the model is not a mixture.
     """
@@ -176,9 +176,9 @@ class Completion:
 
         Raises UsageError for a completion that no run returns, see `checked_completion`.
         """
-        whole = checked_completion(self)
-        said = [html.paragraph(whole.error)] if whole.error else []
-        return "".join([drawn(whole.trace, whole.prompt), html.paragraph(_ended(whole)), *said])
+        one = checked_completion(self)
+        said = [html.paragraph(one.error)] if one.error else []
+        return "".join([drawn(one.trace, one.prompt), html.paragraph(_ended(one)), *said])
 
     def _repr_html_(self) -> str:
         return html.boxed(self.drawn())
@@ -213,7 +213,7 @@ def checked_completion(completion: Any) -> Completion:
     no run can have, as a file or a program may produce them.
     """
     if not isinstance(completion, Completion):
-        raise UsageError(f"completions holds {values.shown(completion)}; {_GIVE}.")
+        raise UsageError(f"completions contains {values.shown(completion)}; {_GIVE}.")
     own = vars(completion)
     if not values.is_list(own["trace"]):
         raise UsageError(f"The field trace of a completion is {values.shown(own['trace'])}; {_GIVE}.")
@@ -254,7 +254,7 @@ def _plain(own: dict[str, Any]) -> dict[str, Any]:
     try:
         return fit(msgspec.to_builtins(own, enc_hook=values.plain, builtin_types=(bytes, bytearray, memoryview)))
     except (RecursionError, TypeError, ValueError) as error:
-        raise UsageError(f"A completion holds what is no plain value; {_GIVE}.") from error
+        raise UsageError(f"A completion contains a value that is not plain; {_GIVE}.") from error
 
 
 def _possible(row: TokenTrace) -> bool:

@@ -13,15 +13,7 @@ from et_jax.control.policies import POLICIES
 from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.cache.eight_bits import NAMED_8_BITS
-from et_jax.decode.drafting.drafts import (
-    Drafting,
-    Pruned,
-    ReadSizes,
-    by_acceptance,
-    by_roofline,
-    lookup,
-    rough_times,
-)
+from et_jax.decode.drafting.drafts import Drafting, Pruned, ReadSizes, by_acceptance, by_roofline, lookup, rough_times
 from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -87,7 +79,7 @@ class EngineConfig:
     small: str | Path | None = dataclasses.field(default=None, metadata={"decisive": True})
     lazy_prefill: bool = False
     audit: bool = False
-    tell_reads: bool = False
+    trace_reads: bool = False
     cache_budget: int | Compression | None = dataclasses.field(default=None, metadata={"decisive": True})
     cache_policy: str | None = _decisive(None)
     experts: str | ExpertRule | None = dataclasses.field(default=None, metadata={"decisive": True})
@@ -105,7 +97,7 @@ class EngineConfig:
             "cache_dtype": _choice("cache_dtype", self.cache_dtype, CACHE_DTYPES),
             "calibration": _choice("calibration", self.calibration, CALIBRATIONS),
             "prefix_cache": values.boolean("prefix_cache", self.prefix_cache),
-            "tell_reads": values.boolean("tell_reads", self.tell_reads),
+            "trace_reads": values.boolean("trace_reads", self.trace_reads),
             "preempt_every": values.integer("preempt_every", self.preempt_every, 0, wanted="0 (never) or above"),
             "control": self.control if isinstance(self.control, str) else controller(self.control),
             "memory_fraction": values.number("memory_fraction", self.memory_fraction),
@@ -124,7 +116,7 @@ class EngineConfig:
             )
         other, _, last = str(self.draft).rpartition("+")
         if other and last == LOOKUP:
-            raise UsageError(f"draft is {self.draft}; the lookup is asked first, so write {LOOKUP_BEFORE}{other}.")
+            raise UsageError(f"draft is {self.draft}; the lookup drafts first, so write {LOOKUP_BEFORE}{other}.")
         for name in ("lazy_prefill", "audit"):
             checked[name] = values.boolean(name, getattr(self, name))
         if self.cache_budget is not None and not isinstance(self.cache_budget, Compression):

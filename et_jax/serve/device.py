@@ -24,7 +24,7 @@ from et_jax.decode.state import DecodeState, wants_drafts
 from et_jax.io import later
 from et_jax.models.model import device_of
 from et_jax.serve import chunks
-from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.executables import CachedProgram
 from et_jax.serve.programs.few_rows import FewRows
 from et_jax.text.grammar import Bits
 from et_jax.types import replace
@@ -50,9 +50,9 @@ class Device:
         self._drafting: Future[object] | None = None  # the background compilation of the drafting program
         # The program that decodes every sequence, and the one for sequences of the decoder's own controller.
         [platform] = {device.platform for device in jax.tree.leaves(weights)[0].devices()}
-        whole = self.config.full_variant
-        self._whole, self._usual = whole, whole._replace(chooses=self.config.may_choose(self.config.controller))
-        self._few = {one: FewRows(decoder, one, platform) for one in {self._whole, self._usual}}
+        full = self.config.full_variant
+        self._full, self._usual = full, full._replace(chooses=self.config.may_choose(self.config.controller))
+        self._few = {one: FewRows(decoder, one, platform) for one in {self._full, self._usual}}
 
     @property
     def making(self) -> bool:
@@ -60,7 +60,7 @@ class Device:
         drafting = self._drafting is not None and not self._drafting.done()
         return drafting or any(few.making for few in self._few.values())
 
-    def warm_up(self, tell: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
+    def warm_up(self, report: Callable[[str], None], *, shares: bool, swaps: bool, drafts: bool = True) -> None:
         """Compile every program that serving can need, by running each with no sequences.
 
         `shares` and `swaps` include the programs that share pages and swap sequences. Without `drafts` another thread
@@ -85,18 +85,18 @@ class Device:
         asked, usual = self._nothing_to_decode, self._usual
         first, drafting, lasting = self.decoder.variants[usual], None, True
         plain = self.decoder.variants[usual._replace(drafts=False)]
-        if not drafts and self.config.draft is not None and isinstance(first, Kept):
-            lasting = not first.is_kept(*asked)
+        if not drafts and self.config.draft is not None and isinstance(first, CachedProgram):
+            lasting = not first.is_cached(*asked)
             first, drafting = plain, first.ahead(*asked)
         beside = later.worker(lasting=lasting)  # compiles the largest program concurrently; it runs after the others
-        if isinstance(first, Kept):
+        if isinstance(first, CachedProgram):
             ahead = beside.submit(first.ahead(*asked))
             programs["decode"] = lambda: (ahead.result(), self._burst(first, 0, until_end=False))
         if drafting is not None:
             self._drafting = beside.submit(drafting)
         try:
             for number, (name, run) in enumerate(programs.items(), 1):
-                tell(f"compiling {name} ({number} of {len(programs)})")
+                report(f"compiling {name} ({number} of {len(programs)})")
                 run()
         finally:
             beside.shutdown(wait=False)
@@ -136,25 +136,25 @@ class Device:
         drafts for itself records the blocks it reads while the draft law asks for drafts. When it asks for none, the
         plain program runs.
         """
-        whole = self._whole if may_choose else self._usual
-        few = self._few[whole].chosen(running)
-        variant = self._of_all_rows(whole) if few is None else whole._replace(rows=few)
+        full = self._full if may_choose else self._usual
+        few = self._few[full].chosen(running)
+        variant = self._of_all_rows(full) if few is None else full._replace(rows=few)
         return *self._burst(self.decoder.variants[variant], num_steps, until_end=until_end), variant
 
-    def _of_all_rows(self, whole: Variant) -> Variant:
+    def _of_all_rows(self, full: Variant) -> Variant:
         """Return the program of all rows to run, with drafts or without."""
-        plain = whole._replace(drafts=False)
+        plain = full._replace(drafts=False)
         if self._drafting is not None:
             if not self._drafting.done():
                 return plain
             self._drafting.result()  # raises the error of a failed compilation
             self._drafting = None
-        return plain if self.config.pruned is not None and not wants_drafts(self.state) else whole
+        return plain if self.config.pruned is not None and not wants_drafts(self.state) else full
 
-    def note(self, running: int, variant: Variant, seconds: float) -> None:
+    def record(self, running: int, variant: Variant, seconds: float) -> None:
         """Record the seconds of a burst of `running` sequences, with the prefill before it, for `FewRows`."""
-        whole = self._whole if variant.chooses else self._usual
-        self._few[whole].note(running, variant.rows, seconds, *self._nothing_to_decode)
+        full = self._full if variant.chooses else self._usual
+        self._few[full].record(running, variant.rows, seconds, *self._nothing_to_decode)
 
     @property
     def _nothing_to_decode(self) -> tuple[Any, ...]:
@@ -217,7 +217,7 @@ class Device:
         """Start an empty slot with cached prefix pages."""
         self.state = self.decoder.share(self.state, np.int32(slot), *self._padded(pages))
 
-    def keep(self, pages: list[int]) -> None:
+    def reference(self, pages: list[int]) -> None:
         """Add a reference to each of a slot's pages, until `evict`."""
         if pages:
             self.state = self.decoder.increment(self.state, *self._padded(pages))
@@ -234,6 +234,6 @@ class Device:
 
     def _padded(self, pages: list[int]) -> tuple[np.ndarray[Any, np.dtype[np.int32]], np.int32]:
         """Return pages in an array of a fixed size, and their number."""
-        whole = np.zeros(self.config.blocks_per_slot, np.int32)
-        whole[: len(pages)] = pages
-        return whole, np.int32(len(pages))
+        padded = np.zeros(self.config.blocks_per_slot, np.int32)
+        padded[: len(pages)] = pages
+        return padded, np.int32(len(pages))

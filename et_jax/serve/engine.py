@@ -47,7 +47,7 @@ def load(
     small: str | Path | None = None,
     lazy_prefill: bool = False,
     audit: bool = False,
-    tell_reads: bool = False,
+    trace_reads: bool = False,
     cache_budget: int | Compression | None = None,
     cache_policy: str | None = None,
     experts: str | ExpertRule | None = None,
@@ -109,7 +109,7 @@ def load(
     control with a switch; other controls do not accept it. With `lazy_prefill` only the small model reads the prompt
     at first; the large model reads it when its first turn comes. With `audit`, traces report how many of one model's
     tokens were also the most likely under the other, and under a prefill budget how much attention mass was kept.
-    With `tell_reads` they report the blocks that each layer and KV head read (`TokenTrace.reads`).
+    With `trace_reads` they report the blocks that each layer and KV head read (`TokenTrace.reads`).
     `cache_budget` is a number of tokens. Under the default `cache_policy`, "latent", a sequence keeps the cache entries
     that its last queries attend to most, once 16 tokens are decoded and again after every further quarter of the
     budget. Other policies rank differently; "snapkv" compresses once, after prefill, and keeps all tokens decoded
@@ -131,16 +131,16 @@ def load(
     if progress is not None and not callable(progress):
         raise UsageError(f"progress is {values.shown(progress)}; it must be a function of one text.")
     platform()  # before anything asks for a device
-    tell = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     own = given.keys() - {"progress", "config", "tokenizer"}
     if is_module(name):
         settings = EngineConfig(**{key: given[key] for key in own} | {"name": type(name).__name__})
-        found = opened_module(settings, name, config, tokenizer, tell)
+        found = opened_module(settings, name, config, tokenizer, report)
     else:
         settings = EngineConfig(**{key: given[key] for key in own})
         if config is not None or tokenizer is not None:
             raise UsageError("config and tokenizer go with a module; a named model brings its own, so leave them out.")
-        found = opened(settings, tell)
+        found = opened(settings, report)
     return Model(
         settings,
         config=found.config,
@@ -149,5 +149,5 @@ def load(
         tokenizer=found.tokenizer,
         plan=found.plan,
         remarks=found.remarks,
-        progress=tell,
+        progress=report,
     )

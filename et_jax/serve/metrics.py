@@ -47,7 +47,9 @@ class Metrics:
     )
     tracing_seconds: float = _counter("tracing_seconds_total", "Seconds of tracing and lowering programs.", 0.0)
     compiling_seconds: float = _counter("compiling_seconds_total", "Seconds of compiling programs.", 0.0)
-    loading_seconds: float = _counter("loading_seconds_total", "Seconds of loading programs that were kept.", 0.0)
+    loading_seconds: float = _counter(
+        "loading_seconds_total", "Seconds of loading programs from the compile cache.", 0.0
+    )
     entropic_time: float = _counter("entropic_time_nats_total", "Entropy resolved, in nats.", 0.0)
     cost: float = _counter("cost_bytes_total", "Bytes moved by decode steps, charged to the rows served.", 0.0)
     flops: float = _counter("flops_total", "FLOPs of decode steps, of the rows served.", 0.0)

@@ -3,37 +3,28 @@
 import asyncio
 import contextlib
 import contextvars
-import threading
-import time
 from collections import abc
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from et_jax.decode.config import DecoderConfig, Keep
-from et_jax.decode.decoder import Decoder, decoder
+from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.bar import Bar
-from et_jax.models import sharding
 from et_jax.models.config import ModelShape
-from et_jax.models.model import ModelWeights, device_of, put, put_like
+from et_jax.models.model import ModelWeights
 from et_jax.scope import own_settings
 from et_jax.serve import saved_prefix
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import Control, EngineConfig
+from et_jax.serve.decoders import Decoders
 from et_jax.serve.loading.description import description
-from et_jax.serve.loading.sizing import beside, check_measured
 from et_jax.serve.memory.preflight import Plan
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.programs import executables
 from et_jax.serve.prompts import as_request, check_knobs, refused, requests_of, sequences_of, split_knobs
-from et_jax.serve.queue import Queue
-from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.scoring import Score, scored
@@ -41,12 +32,7 @@ from et_jax.serve.sequence import Sequence
 from et_jax.serve.streams import serve
 from et_jax.serve.use import Use, check_untraced, untraced
 from et_jax.text import Grammars, Tokenizer
-from et_jax.types import replace
 
-Structure = tuple[Any, frozenset[Keep]]
-"""The key of a compiled decoder: a controller's pytree structure, and the extra fields of `DecoderConfig.keep`."""
-
-_MOST_DECODERS = 4  # compiled decoders in the least-recently-used cache
 _AHEAD = 256  # sequences that a caller may have queued: enough for their priorities to matter
 
 Prompt = str | abc.Sequence[int] | GenerationRequest
@@ -76,17 +62,11 @@ class Model:
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self.tokenizer = settings.name, tokenizer
-        self._weights: Weights | None = weights
-        self._others = others
         self.settings, self.config, self.decoder_config = settings, config.model, config
         self._grammars = Grammars(tokenizer, config.model.vocab_size)
         self.metrics = Metrics()
-        self._plan, self._remarks, self._tell = plan, remarks, progress
-        self._configured: tuple[Control | None, frozenset[Keep], DecoderConfig] | None = None
-        self._decoders: dict[Structure, Decoder] = {}
-        self._replicas: dict[Structure, Replicas] = {}
-        self._scoring: Decoder | None = None
-        self._lock, self._use = threading.Lock(), Use(settings.name)
+        self._plan, self._remarks, self._use = plan, remarks, Use(settings.name)
+        self._decoders = Decoders(settings, config, weights, others, self.metrics, self._use, progress)
 
     def __enter__(self) -> "Model":
         self._use.check()
@@ -102,15 +82,7 @@ class Model:
         frees its memory without `close`.
         """
         self._use.closed = True
-        replicas, self._replicas, self._decoders, self._weights = self._replicas, {}, {}, None
-        self._scoring = None
-        held = [replica for each in replicas.values() for replica in each.let_go()]
-        # Takes no lock: the garbage collector may close a generator with a `with model:` in it, in the thread of a
-        # round, or at interpreter exit, when no round runs any more and modules are empty.
-        left = 5000
-        while left and any(replica.under_way for replica in held) and not self._use.elsewhere:
-            left -= 1
-            time.sleep(0.001)
+        self._decoders.free()
 
     def __reduce__(self) -> Any:
         raise UsageError(
@@ -126,10 +98,7 @@ class Model:
     @property
     def weights(self) -> Weights:
         """The weights of every model that the decoder runs, as its functions receive them."""
-        weights = self._weights
-        if weights is None:
-            raise self._use.refusal
-        return weights
+        return self._decoders.weights
 
     @property
     def max_model_len(self) -> int:
@@ -273,7 +242,7 @@ class Model:
             config=self.decoder_config,
             name=self.name,
             weights=self.weights,
-            compiled=self._scoring_decoder,
+            compiled=self._decoders.scoring,
         )
 
     @untraced
@@ -286,18 +255,11 @@ class Model:
         """
         [asked] = self._requests([prompt], None, {})
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        sequence = self.sequences(0, GenerationRequest(prompt=asked.prompt, params=params), control)[0]
-        replicas = self._keeping_prefixes(control)
-        self.generate(GenerationRequest(prompt=tuple(sequence.prompt_ids), params=params), control=control)
-        found = replicas.each(lambda replica: saved_prefix.kept(replica, sequence.prompt_ids))
+        [sequence] = self.sequences(0, GenerationRequest(prompt=asked.prompt, params=params), control)
+        replicas = self.replicas(control)
         depends = saved_prefix.depends_on(replicas.replicas[0])
-        if (prefix := next((one for one in found if one is not None), None)) is None:
-            raise UsageError(
-                f"The prompt has {len(sequence.prompt_ids)} tokens, of which no chunk of {depends['chunk']} is kept; "
-                "give a longer one, or save it while no other requests are served."
-            )
-        saved_prefix.write(path, prefix, depends)
-        return len(prefix.tokens)
+        self.generate(GenerationRequest(prompt=tuple(sequence.prompt_ids), params=params), control=control)
+        return saved_prefix.save(path, replicas, sequence.prompt_ids, depends)
 
     @untraced
     @own_settings()
@@ -308,20 +270,7 @@ class Model:
         model's own has a separate prefix cache. Raises UsageError for a file that is damaged or that another model or
         other settings wrote, and if there are too few free pages.
         """
-        replicas = self._keeping_prefixes(control)
-        prefix = saved_prefix.read(path, saved_prefix.depends_on(replicas.replicas[0]))
-        replicas.each(lambda replica: saved_prefix.enter(replica, prefix))
-        return len(prefix.tokens)
-
-    def _keeping_prefixes(self, control: Control | None) -> Replicas:
-        """Return the replicas for a control. Raises UsageError if they have no prefix cache."""
-        self._use.check()
-        replicas = self.replicas(control)
-        if not replicas.replicas[0].pool.keeps_prefixes:
-            raise UsageError(
-                "Prompts are not kept with prefix_cache=False, lazy_prefill, a prefill budget or this control."
-            )
-        return replicas
+        return saved_prefix.load(path, self.replicas(control))
 
     def update(self, params: Any) -> None:
         """Replace the weights, as a trainer does between rollouts, without compiling anything.
@@ -330,13 +279,7 @@ class Model:
         the calibration of heads stays. Raises UsageError for other weights, and while requests are running.
         """
         self._use.check()
-        _check_alike(self.params, params)
-        with self._lock:
-            if any(not replicas.idle for replicas in self._replicas.values()):
-                raise UsageError(f"{self.name} serves requests; update it when they have ended.")
-            self._weights = weights = put_like((params, *self.weights[1:]), self.weights)
-            for replicas in self._replicas.values():
-                replicas.update(weights)
+        self._decoders.update(params)
 
     def warm_up(self, control: Control | None = None, *, drafts: bool = True) -> None:
         """Compile every program that serving under `control` needs, so that no request waits for a compilation.
@@ -360,7 +303,7 @@ class Model:
         self._use.check()
         check_untraced()
         control = self.settings.with_knobs(control, knobs)
-        self._configuration(control)
+        self._decoders.configuration(control)
         if not (cancelled is None or callable(cancelled)):
             raise UsageError(f"cancelled is {values.shown(cancelled)}; it must be a function without arguments.")
         return control
@@ -376,7 +319,7 @@ class Model:
 
         Raises UsageError if the model cannot run the request.
         """
-        config = self._configuration(control)
+        config = self._decoders.configuration(control)
         adapters = tuple(self.settings.adapters or ())
         return sequences_of(
             request, prompt_index, grammars=self._grammars, config=config, name=self.name, adapters=adapters
@@ -389,111 +332,19 @@ class Model:
         cancelled: Callable[[], bool] | None = None,
     ) -> Generator[TokenEvent]:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
-        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled or _never)
+        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled or (lambda: False))
 
-    @untraced
-    @own_settings()
     def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
         """Return the replicas for a control's structure; the first call creates them and warms them up (`drafts` too).
 
         Idle replicas of other structures are dropped.
         """
-        own = self.decoder(control)
-        wanted = _structure(own.config)
-        with self._lock:
-            for replicas in self._replicas.values():
-                replicas.end_abandoned()
-            self._replicas = served = {
-                structure: replicas
-                for structure, replicas in self._replicas.items()
-                if not replicas.broken and (structure == wanted or not replicas.idle)
-            }
-            if wanted not in served:
-                queue = Queue()
-                each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
-                replicas = Replicas(queue, each, self._use)
-                replicas.warm_up(self._tell, drafts)
-                served[wanted] = replicas
-        if self._use.closed:  # by another thread, during warm-up
-            self.close()
-            raise self._use.refusal
-        return served[wanted]
-
-    def _replica(self, own: Decoder, queue: Queue, number: int) -> Replica:
-        """Return replica `number`: replicas take devices, or groups of them, in turn from the weights' own on."""
-        weights, mesh = self.weights, own.config.mesh
-        if mesh is None:
-            home = device_of(weights)
-            devices = [home, *(device for device in jax.local_devices() if device != home)]
-            weights = put(weights, devices[number % len(devices)])
-        elif (there := sharding.mesh_of(mesh.size, number)) != mesh:
-            own = executables.kept(decoder(replace(own.config, mesh=there)))
-            weights = put(weights, sharding.over(weights, there))
-        return Replica(
-            weights,
-            own,
-            queue,
-            self.settings,
-            metrics=self.metrics,
-            # Cached pages lack the logits that the surprisal of the next token requires, tokens that only the small
-            # model has prefilled, and a prefill budget's record of the tokens before them.
-            keep_prefixes=self.settings.prefix_cache
-            and "surprisals" not in own.config.keeps
-            and not own.config.lazy
-            and own.config.controller.budget is None,
-        )
+        return self._decoders.replicas(control, drafts=drafts)
 
     def decoder(self, control: Control | None = None, keep: frozenset[Keep] = frozenset()) -> Decoder:
-        """Return this model's decoder, a set of pure functions; controllers of the same structure share compilations.
+        """Return this model's decoder, a set of pure functions; `keep` is that of `DecoderConfig`.
 
-        `keep` is that of `DecoderConfig`. The model caches the most recently used decoders.
+        Controllers of the same structure share compilations. The model caches the most recently used decoders.
         """
         self._use.check()
-        config = self._configuration(control, keep)
-        wanted = _structure(config)
-        with self._lock:
-            kept = self._decoders
-            found = kept.pop(wanted, None) or executables.kept(decoder(config))
-            kept[wanted] = found  # now the most recently used
-            for old in list(kept)[:-_MOST_DECODERS]:
-                del kept[old]
-        return replace(found, config=config)
-
-    def _scoring_decoder(self, config: DecoderConfig) -> Decoder:
-        """Return the decoder for `score` under a configuration of `serve.scoring`; the largest so far is cached."""
-        with self._lock:
-            if self._scoring is None or self._scoring.config.num_pages < config.num_pages:
-                self._scoring = executables.kept(decoder(config))
-            return self._scoring
-
-    def _configuration(self, control: Control | None, keep: frozenset[Keep] = frozenset()) -> DecoderConfig:
-        """Return the checked decoder configuration under a control; the last is cached for the requests of a call.
-
-        Raises UsageError for a value that is not a control, or is not supported with the model and its settings.
-        """
-        last = self._configured
-        if last is not None and last[0] is control and last[1] == keep:
-            return last[2]
-        found = self.decoder_config.controller if control is None else self.settings.laws_of(control)
-        config = beside(self.settings, self.decoder_config, found, self._others, keep)
-        check_measured(self.name, config)
-        self._configured = control, keep, config
-        return config
-
-
-def _check_alike(known: ModelWeights, given: Any) -> None:
-    """Raise UsageError unless `given` has the structure, shapes and dtypes of `known`."""
-    if jax.tree.structure(known) != jax.tree.structure(given):
-        raise UsageError("params is another tree than that of the model; change the leaves of model.params.")
-    for (path, one), other in zip(jax.tree.leaves_with_path(known), jax.tree.leaves(given), strict=True):
-        wanted, got = (f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}" for x in (one, other))
-        if wanted != got:
-            raise UsageError(f"params{jax.tree_util.keystr(path)} is {got}; the model has {wanted} there.")
-
-
-def _never() -> bool:
-    return False
-
-
-def _structure(config: DecoderConfig) -> Structure:
-    return jax.tree.structure(config.controller), config.keep
+        return self._decoders.decoder(control, keep)

@@ -67,10 +67,10 @@ def sequences_of(
         there = f"choose from {', '.join(map(values.excerpt, adapters))}" if adapters else "load it with adapters"
         raise UsageError(f"adapter is {values.shown(adapter)}, which {name} was not loaded with; {there}.")
     ids = prompt_ids(prompt, tokenizer, config, name)
-    _check_ids("stop_token_ids holds", params.stop_token_ids, config.model.vocab_size, name)
+    _check_ids("stop_token_ids has", params.stop_token_ids, config.model.vocab_size, name)
     if len(ids) >= length:
         raise UsageError(
-            f"The prompt has {len(ids)} tokens and {name} holds {length} with the text; "
+            f"The prompt has {len(ids)} tokens and {name} has room for {length} with the text; "
             "shorten the prompt or raise max_model_len if the model allows it."
         )
     limit = min(params.max_tokens, length - len(ids))
@@ -81,7 +81,7 @@ def sequences_of(
     if pages > config.num_pages - 1:
         raise UsageError(
             f"The prompt of {len(ids)} tokens and {limit} more need {pages} pages of {config.page_size} "
-            f"tokens and the pool holds {config.num_pages - 1}; raise num_pages, or lower max_tokens."
+            f"tokens and the cache has {config.num_pages - 1}; raise num_pages, or lower max_tokens."
         )
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
     stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else tokenizer.eos_ids))
@@ -117,7 +117,7 @@ def _steered(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of the words that a request forbids. Raises UsageError if it permits no token."""
     _check_ids("logit_bias names", dict(params.logit_bias), vocab_size, name)
-    _check_ids("allowed_token_ids holds", params.allowed_token_ids, vocab_size, name)
+    _check_ids("allowed_token_ids has", params.allowed_token_ids, vocab_size, name)
     found = dict.fromkeys(
         tuple(tokenizer.backend.encode(form, special=False))
         for word in params.bad_words
@@ -126,12 +126,12 @@ def _steered(
     for word in found:
         if len(word) > WORD_TOKENS:
             raise UsageError(
-                f"bad_words holds {values.shown(tokenizer.decode(word))}, which is {len(word)} tokens of {name}; "
+                f"bad_words has {values.shown(tokenizer.decode(word))}, which is {len(word)} tokens of {name}; "
                 f"each may be {WORD_TOKENS} at most."
             )
     never = {word[0] for word in found if len(word) == 1} | (set(stop_ids) if params.min_tokens else set())
     if params.allowed_token_ids and never.issuperset(params.allowed_token_ids):
-        raise UsageError("allowed_token_ids holds no token that bad_words and min_tokens leave; allow another token.")
+        raise UsageError("allowed_token_ids has no token that bad_words and min_tokens leave; allow another token.")
     return tuple(found)
 
 
@@ -253,24 +253,24 @@ def _prompts(prompts: Any, most: int) -> list[Any]:
         return [prompts]
     if getattr(prompts, "ndim", 0) == 1:
         check_length(len(prompts), most)
-    whole = list(prompts) if isinstance(prompts, Iterator) else values.plain(prompts)
-    if isinstance(whole, str):
-        return [whole]
-    if not values.is_list(whole):
+    given = list(prompts) if isinstance(prompts, Iterator) else values.plain(prompts)
+    if isinstance(given, str):
+        return [given]
+    if not values.is_list(given):
         advice = ""
-        if values.is_bytes(whole):
+        if values.is_bytes(given):
             advice = "; decode the bytes first"
-        elif type(whole) is int:
-            advice = f"; write [{whole}] for a prompt of this one token" if abs(whole) < 2**63 else ""
-        elif isinstance(whole, Set | Mapping):
+        elif type(given) is int:
+            advice = f"; write [{given}] for a prompt of this one token" if abs(given) < 2**63 else ""
+        elif isinstance(given, Set | Mapping):
             advice = "; write a list, which has an order"
-        elif hasattr(whole, "__fspath__"):
+        elif hasattr(given, "__fspath__"):
             advice = "; read the file first"
-        raise UsageError(f"prompts is {values.shown(whole)}; it must be {_WANTED}{advice}.")
-    if len(whole) and all(_is_id(one) for one in (whole[0], whole[-1])):
-        check_length(len(whole), most)
-        return [whole]
-    return list(whole)
+        raise UsageError(f"prompts is {values.shown(given)}; it must be {_WANTED}{advice}.")
+    if len(given) and all(_is_id(one) for one in (given[0], given[-1])):
+        check_length(len(given), most)
+        return [given]
+    return list(given)
 
 
 def _is_id(value: Any) -> bool:

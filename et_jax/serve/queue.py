@@ -3,6 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Sized
+from typing import Any
+
+import jax
 
 from et_jax.serve import scheduler
 from et_jax.serve.completions import TokenEvent
@@ -49,3 +52,11 @@ class Queue:
                 sequence.admitted, sequence.turn = now, self._turns
                 self._turns += 1
         return chosen
+
+    def fetched(self, tree: Any) -> Any:
+        """Return arrays of a device as numpy arrays; other replicas can run while the caller waits for them."""
+        self.lock.release()
+        try:
+            return jax.device_get(tree)
+        finally:
+            self.lock.acquire()

@@ -50,10 +50,10 @@ class Burst:
     def __init__(self, costs: tuple[cost.Model, ...], output: StepOutput, num_steps: int) -> None:
         self._costs = costs
         cut = jax.tree.map(lambda x: np.asarray(x[:num_steps]), output)
-        told = np.any(cut.produced | (cut.fault > 0), axis=-1)
-        told[:, 0] = True
-        cut = jax.tree.map(lambda x: x[told], cut)  # most positions of drafts are empty
-        self._places: list[list[int]] = np.where(told, np.cumsum(told).reshape(told.shape) - 1, -1).tolist()
+        filled = np.any(cut.produced | (cut.fault > 0), axis=-1)
+        filled[:, 0] = True
+        cut = jax.tree.map(lambda x: x[filled], cut)  # most positions of drafts are empty
+        self._places: list[list[int]] = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, -1).tolist()
         ran = np.any([work.tokens > 0 for work in cut.work], axis=0) & (cut.fault == 0)
         prices = [cost.price(*each) for each in zip(costs, jax.tree.map(np.float64, cut.work), strict=True)]
         self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)
@@ -113,7 +113,7 @@ class Burst:
         output, signals = self._output, self._output.signals
         by_small = self._by_small[place][slot]
         model = self._costs[by_small or MODEL]
-        blocks_read, held = signals.blocks_read[place][slot], signals.allocated_pages[place][slot] * model.heads
+        blocks_read, allocated = signals.blocks_read[place][slot], signals.allocated_pages[place][slot] * model.heads
         moved = cost.cached_bytes(model, blocks_read, signals.summaries_read[place][slot])
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
@@ -133,8 +133,8 @@ class Burst:
             surprisal=signals.surprisal[place][slot],
             constrained_entropy=signals.constrained_entropy[place][slot],
             blocks_read=blocks_read,
-            blocks_held=held,
-            share_bytes=moved / (held * model.block) if by_small is None else None,
+            blocks_held=allocated,
+            share_bytes=moved / (allocated * model.block) if by_small is None else None,
             kept_mass=signals.kept_mass[place][slot],
             attention_entropy=_known(signals.attention_entropy[place][slot]),
             least_attention_entropy=_known(signals.least_attention_entropy[place][slot]),
@@ -158,11 +158,11 @@ def _known(signal: float) -> float | None:
     return None if math.isnan(signal) else signal
 
 
-def prompt_read(notes: PromptRecord, slot: int) -> PromptRead:
+def prompt_read(record: PromptRecord, slot: int) -> PromptRead:
     """Return how much of the prompt in a slot was read, from numpy arrays with a row for each slot."""
-    probes = 0.0 if notes.num_probes is None else float(notes.num_probes[slot])
+    probes = 0.0 if record.num_probes is None else float(record.num_probes[slot])
     return PromptRead(
-        blocks_read=float(notes.blocks_read[slot]),
-        blocks_held=float(notes.blocks_held[slot]),
-        mass_kept=None if notes.mass is None or not probes else float(notes.mass[slot].sum()) / probes,
+        blocks_read=float(record.blocks_read[slot]),
+        blocks_held=float(record.blocks_held[slot]),
+        mass_kept=None if record.mass is None or not probes else float(record.mass[slot].sum()) / probes,
     )

@@ -1,12 +1,10 @@
-"""A replica: admits sequences to slots, prefills, decodes in bursts, and preempts sequences when pages run out."""
+"""A replica: its rounds admit sequences to slots, prefill their prompts, and decode a burst of steps."""
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +14,9 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.plant import Weights, costs
 from et_jax.decode.sampling.steering import MOST_FORCED
-from et_jax.errors import UsageError
 from et_jax.scope import own_settings
-from et_jax.serve import chunks, scheduler
+from et_jax.serve import chunks
 from et_jax.serve.clocks.step_clock import StepClock
-from et_jax.serve.completions import FinishReason, TokenEvent
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device import Device
 from et_jax.serve.memory.page_pool import Compressing, PagePool
@@ -29,12 +25,12 @@ from et_jax.serve.programs.compilation import made
 from et_jax.serve.queue import Queue
 from et_jax.serve.records import Burst, StepRow, prompt_read
 from et_jax.serve.sequence import Sequence, Status
+from et_jax.serve.slots import Slots
 from et_jax.text.grammar import Bits
 from et_jax.types import replace
 
 _BURST_SECONDS = 0.05
 _CONSTRAINED_SHARE = 0.8  # of a burst, if sequences with a grammar run: they get one unforced token per burst
-_LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -48,7 +44,7 @@ class Replica:
     """The decode state of one decoder, and the sequences in its slots.
 
     Every round prefills at most `max_num_batched_tokens` tokens of `settings`, the rows of a step included, and decodes
-    for about `burst_seconds`. With `keep_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
+    for about `burst_seconds`. With `cache_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
     rounds (0: never) a sequence is preempted without need, to test that its tokens do not change.
 
     Sequences come from `queue`, and return to it if pages run out. A round owns the queue's lock except while it waits
@@ -66,7 +62,7 @@ class Replica:
         settings: EngineConfig,
         *,
         metrics: Metrics,
-        keep_prefixes: bool = True,
+        cache_prefixes: bool = True,
     ) -> None:
         self.config, self.queue, self.metrics = decoder.config, queue, metrics
         self.device = Device(weights, decoder)
@@ -75,14 +71,13 @@ class Replica:
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
             chunk=self.config.chunk,
-            keep_prefixes=keep_prefixes,
+            cache_prefixes=cache_prefixes,
             most_per_step=self._most_per_step,
             compressing=_compressing(self.config),
         )
-        self.slots: dict[int, Sequence] = {}
         self.lock, self.broken, self.under_way = threading.Lock(), False, False
         self.burst_seconds = _BURST_SECONDS
-        self._keeps_prefixes, self._preempt_every = keep_prefixes, settings.preempt_every
+        self._caches_prefixes, self._preempt_every = cache_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
         self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
         self._clock = StepClock(self.config)
@@ -90,19 +85,19 @@ class Replica:
             self.device.set_draft_laws(laws)
         self._rounds = 0
         self._steps = 1
-        queue.join(self.slots)
+        self.slots = Slots(self.config, self.device, self.pool, queue, metrics)
 
     # Rounds.
 
     @placed()
-    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+    def warm_up(self, report: Callable[[str], None], drafts: bool) -> None:
         """Compile every program; without `drafts` the drafting program is compiled in the background."""
         before = made()
         short = self.config.num_pages - 1 < self.config.num_slots * self.config.blocks_per_slot
-        self.device.warm_up(tell, shares=self._keeps_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
+        self.device.warm_up(report, shares=self._caches_prefixes, swaps=short or self._preempt_every > 0, drafts=drafts)
         ready = made() - before
         self.metrics.add_programs(ready)
-        tell(str(ready))
+        report(str(ready))
 
     @placed()
     def advance(self) -> None:
@@ -129,33 +124,20 @@ class Replica:
         self._rounds += 1
         self.end_abandoned()
         if self._preempt_every and self._rounds % self._preempt_every == 0:
-            self._preempt_one()
-        self._admit()
+            self.slots.preempt_one(self._rounds // self._preempt_every)
+        self.slots.admit()
         pending = self._prefill()
         self._decode(pending)
 
     @property
     def idle(self) -> bool:
         """Whether no sequence is in the queue or in a slot."""
-        return not self.queue.waiting and not self.slots
-
-    @property
-    def free_slot(self) -> int | None:
-        """The first slot without a sequence, or None."""
-        return next((slot for slot in range(self.config.num_slots) if slot not in self.slots), None)
-
-    @property
-    def abandoned(self) -> list[Sequence]:
-        """The sequences, in the queue or in a slot here, that their callers have abandoned."""
-        return [one for one in (*self.queue.waiting, *self.slots.values()) if one.abandoned]
+        return not self.queue.waiting and not self.slots.sequences
 
     @placed()
     def end_abandoned(self) -> None:
-        """End the abandoned sequences with their tokens so far, as "abort"."""
-        for sequence in self.abandoned:
-            if sequence.slot is None:
-                self.queue.waiting.remove(sequence)
-            self._end(sequence, self._last(sequence, "abort"))
+        """End the sequences that their callers have abandoned with their tokens so far, as "abort"."""
+        self.slots.end_abandoned()
 
     @placed()
     def forget_prefixes(self) -> None:
@@ -163,123 +145,25 @@ class Replica:
         self.end_abandoned()
         self.device.evict(self.pool.forget())
 
-    def _with(self, status: Status) -> dict[int, Sequence]:
-        """Return the sequences in slots with a given status, by slot."""
-        return {slot: sequence for slot, sequence in self.slots.items() if sequence.status is status}
-
-    # Slots.
-
-    def _admit(self) -> None:
-        free = [slot for slot in range(self.config.num_slots) if slot not in self.slots]
-        if not free or not self.queue.waiting:
-            return
-        chosen = self.queue.admit(len(self.slots), len(free), self.pool)
-        for slot, sequence in zip(free, chosen, strict=False):
-            self.slots[slot] = sequence
-            sequence.slot = slot
-            if sequence.status is Status.SWAPPED:
-                self._swap_in(slot, sequence)
-            else:
-                self.pool.admit(slot, sequence.prompt_ids, sequence.most_written, sequence.adapter)
-
-    def _preempt_one(self) -> None:
-        running = list(self._with(Status.RUNNING).values())
-        if running:
-            self._preempt(running[self._rounds // self._preempt_every % len(running)])
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's slot away: it is swapped out or, if it was still prefilling, starts again."""
-        assert sequence.slot is not None
-        slot, running = sequence.slot, sequence.status is Status.RUNNING
-        if running:
-            copies = self.device.swap_out(slot, self.pool.num_held(slot))
-            sequence.row, sequence.swapped = self._fetched(copies)
-        self._vacate(sequence)
-        sequence.status = Status.SWAPPED if running else Status.WAITING
-        self.queue.waiting.append(sequence)
-        self.metrics.preemptions += 1
-
-    def _swap_in(self, slot: int, sequence: Sequence) -> None:
-        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written, sequence.adapter)
-        self.device.evict(self.pool.settle())
-        self.device.swap_in(slot, sequence.row, sequence.swapped)
-        sequence.row, sequence.swapped = None, []
-        sequence.status = Status.RUNNING
-
-    def _vacate(self, sequence: Sequence) -> None:
-        if sequence.slot is not None:
-            del self.slots[sequence.slot]
-            self.pool.release(sequence.slot)
-            self.device.release(sequence.slot)
-            sequence.slot = None
-
-    def _make_room(self, num_steps: int) -> int:
-        """Return for how many steps there are pages, at least 1, preempting as few sequences as necessary."""
-        num_steps = self.pool.affordable(num_steps)
-        while (short := self.pool.shortage(num_steps)) > 0:
-            scored = self._fetched(self.device.state.control.priority)
-            running = self._with(Status.RUNNING)
-            priority = {slot: float(scored[slot]) if slot in running else -np.inf for slot in self.slots}
-            chosen = scheduler.preempted(list(self.slots.values()), self.pool, priority, short)
-            if not chosen:
-                raise RuntimeError(f"one sequence alone lacks {short} pages, which its admission had counted on")
-            for sequence in chosen:
-                self._preempt(sequence)
-        self.device.evict(self.pool.settle(self.pool.growth(num_steps)))
-        return num_steps
-
-    # Ends.
-
-    def _end(self, sequence: Sequence, event: TokenEvent) -> None:
-        """Empty the slot of a sequence, if it has one, and deliver its last event."""
-        self._vacate(sequence)
-        sequence.row, sequence.swapped = None, []
-        if event.completion is not None:
-            self.metrics.add_completion(event.completion)
-            if sequence.admitted is not None:
-                self.metrics.waiting_seconds += sequence.admitted - sequence.arrived
-                self.metrics.serving_seconds += time.monotonic() - sequence.admitted
-        self._deliver(sequence, event)
-
-    def _last(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> TokenEvent:
-        """Return the last event of a sequence, with its withheld text unless its tokenizer fails."""
-        try:
-            return sequence.end(reason, error=error)
-        except Exception as failure:
-            return sequence.fail(error or _sentence(failure))
-
-    def _fail(self, sequence: Sequence, failure: Exception) -> None:
-        """End a sequence after an error on the host; the others continue."""
-        self._end(sequence, sequence.fail(_sentence(failure)))
-
-    def _deliver(self, sequence: Sequence, event: TokenEvent) -> None:
-        try:
-            sequence.deliver(event)
-        except Exception as failure:
-            if event.completion is None:
-                return self._fail(sequence, failure)
-            _LOG.exception("The end of a sequence could not be delivered; its caller does not hear of it.")
-        return None
-
     # Prompts.
 
     def _prefill(self) -> bool:
         """Prefill within the round's budget; return whether prompts remain for the next round."""
-        budget = max(1, (self._batched_tokens - len(self._with(Status.RUNNING))) // self.config.prefill_batch)
+        budget = max(1, (self._batched_tokens - len(self.slots.having(Status.RUNNING))) // self.config.prefill_batch)
         while True:
-            self._insert_whole()
-            for slot, sequence in self._with(Status.WAITING).items():
+            self._insert_complete()
+            for slot, sequence in self.slots.having(Status.WAITING).items():
                 self._begin(slot, sequence)
-            self._insert_whole()  # sequences whose prompts are entirely in the prefix cache
+            self._insert_complete()  # sequences whose prompts are entirely in the prefix cache
             chosen = self._choose_chunks()
             if not chosen or not budget:
-                return len(self._with(Status.RUNNING)) < len(self.slots)
+                return len(self.slots.having(Status.RUNNING)) < len(self.slots.sequences)
             self._prefill_chunks(chosen)
             budget -= 1
 
     def _choose_chunks(self) -> list[tuple[int, list[int]]]:
         """Return the slots and chunks for the next call, from prompts that have begun, in order of admission."""
-        begun = sorted(self._with(Status.PREFILLING).items(), key=lambda pair: pair[1].turn)
+        begun = sorted(self.slots.having(Status.PREFILLING).items(), key=lambda pair: pair[1].turn)
         left = ((slot, sequence.prompt_ids[self.pool.written(slot) : -1]) for slot, sequence in begun)
         return chunks.next_call(self.config, left)
 
@@ -288,7 +172,7 @@ class Replica:
         for slot, tokens in chosen:
             self.pool.write(slot, len(tokens))
         self.device.evict(self.pool.settle())
-        ends = {slot for slot, _ in chosen if self._is_whole(slot)}
+        ends = {slot for slot, _ in chosen if self._is_complete(slot)}
         self.device.prefill(chosen, ends)
 
     def _begin(self, slot: int, sequence: Sequence) -> None:
@@ -296,44 +180,44 @@ class Replica:
         try:
             shared = self.pool.begin(slot)
         except Exception as failure:
-            return self._fail(sequence, failure)
+            return self.slots.fail(sequence, failure)
         if shared is None:
             return None
         sequence.status = Status.PREFILLING
         if self.config.num_adapters:
-            self.device.set_adapters({slot: one.adapter for slot, one in self.slots.items()})
+            self.device.set_adapters({slot: one.adapter for slot, one in self.slots.sequences.items()})
         self.metrics.prompt_tokens += len(sequence.prompt_ids)
         if shared:
             self.device.share(slot, shared)
             self.metrics.cached_prompt_tokens += self.pool.written(slot)
         return None
 
-    def _insert_whole(self) -> None:
+    def _insert_complete(self) -> None:
         """Insert the sequences whose full prompts are in the cache."""
-        prefilling = self._with(Status.PREFILLING).items()
-        whole = [(slot, one) for slot, one in prefilling if self._is_whole(slot)]
-        if whole and self.config.controller.budget is not None:
-            notes = self._fetched(self.device.state.control.prompt)
-            for slot, sequence in whole:
-                sequence.prompt_read = prompt_read(notes, slot)
-        for slot, sequence in whole:
+        prefilling = self.slots.having(Status.PREFILLING).items()
+        complete = [(slot, one) for slot, one in prefilling if self._is_complete(slot)]
+        if complete and self.config.controller.budget is not None:
+            records = self.queue.fetched(self.device.state.control.prompt)
+            for slot, sequence in complete:
+                sequence.prompt_read = prompt_read(records, slot)
+        for slot, sequence in complete:
             self._insert(slot, sequence)
-        if whole and self._keeps_prefixes:
-            table = self._fetched(self.device.state.table.pages)
-            for slot, sequence in whole:
+        if complete and self._caches_prefixes:
+            table = self.queue.fetched(self.device.state.table.pages)
+            for slot, sequence in complete:
                 if sequence.status is Status.RUNNING:
-                    self.device.keep(self.pool.keep(slot, table[slot].tolist()))
+                    self.device.reference(self.pool.cache(slot, table[slot].tolist()))
 
-    def _is_whole(self, slot: int) -> bool:
+    def _is_complete(self, slot: int) -> bool:
         """Return whether the prompt of a slot's sequence is in the cache, except for its last token."""
-        return self.pool.written(slot) == len(self.slots[slot].prompt_ids) - 1
+        return self.pool.written(slot) == len(self.slots.sequences[slot].prompt_ids) - 1
 
     def _insert(self, slot: int, sequence: Sequence) -> None:
         """Start decoding a sequence whose prompt is in the cache."""
         try:
             asked = sequence.asked(self.config)
         except Exception as failure:
-            return self._fail(sequence, failure)
+            return self.slots.fail(sequence, failure)
         self.device.insert(slot, asked)
         self.pool.run(slot)
         sequence.status = Status.RUNNING
@@ -344,39 +228,39 @@ class Replica:
     def _decode(self, pending: bool) -> None:
         """Run a burst: a single step while prompts are `pending`, else as many as fit into `burst_seconds`."""
         ahead = self._constrain()
-        if not self._with(Status.RUNNING):
+        if not self.slots.having(Status.RUNNING):
             return
-        if any(sequence.deadline is not None for sequence in self.slots.values()):
-            self.device.set_urgency({slot: sequence.urgency for slot, sequence in self.slots.items()})
+        if any(sequence.deadline is not None for sequence in self.slots.sequences.values()):
+            self.device.set_urgency({slot: sequence.urgency for slot, sequence in self.slots.sequences.items()})
         most = self.pool.steps_to_point
         steps = 1 if pending else self._steps_beside(ahead)
-        steps = self._make_room(steps if most is None else min(steps, most))
+        steps = self.slots.make_room(steps if most is None else min(steps, most))
         promises, self.device.promises = self.device.promises, []
-        running = self._with(Status.RUNNING).values()
+        running = self.slots.having(Status.RUNNING).values()
         may_choose = any(self.config.may_choose(sequence.laws) for sequence in running)
         began, waiting = time.perf_counter(), bool(self.queue.waiting)
         outputs, ran, variant = self.device.decode(steps, len(running), may_choose=may_choose, until_end=waiting)
-        asked = {slot: sequence.request.params.logprobs for slot, sequence in self.slots.items()}
+        asked = {slot: sequence.request.params.logprobs for slot, sequence in self.slots.sequences.items()}
         if not any(asked.values()):
             outputs = replace(outputs, top_tokens=None, top_logprobs=None)
-        output, ran, granted = self._fetched((outputs, ran, promises))
+        output, ran, granted = self.queue.fetched((outputs, ran, promises))
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
-            raise RuntimeError("a sequence was promised pages and did not get them")
+            raise RuntimeError("a sequence did not get the pages that were reserved for it")
         seconds = time.perf_counter() - began
-        self.device.note(len(running), variant, seconds)
+        self.device.record(len(running), variant, seconds)
         if not promises:  # with promises, `seconds` includes a prefill
             self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
             compiling = self.device.making  # a concurrent compilation slows the steps
-            laws = None if compiling else self._clock.note(output, ran, seconds, variant)
+            laws = None if compiling else self._clock.record(output, ran, seconds, variant)
             if laws is not None:
                 self.device.set_draft_laws(laws)
         self.metrics.steps += ran
         burst = Burst(self._costs, output, ran)
         for step in range(ran):
-            num_sharing = burst.num_sharing(step, self._with(Status.RUNNING))
+            num_sharing = burst.num_sharing(step, self.slots.having(Status.RUNNING))
             for position in range(burst.num_positions(step)):
-                now = self._with(Status.RUNNING)
+                now = self.slots.having(Status.RUNNING)
                 if position == 0:
                     num_served = burst.num_served(step, now)
                     self.metrics.add_rows(variant.rows, num_served, burst.idle(step, variant.rows - num_served))
@@ -391,7 +275,7 @@ class Replica:
 
         If all have a grammar, it is the number with the most tokens per time, at an overhead of a step per burst.
         """
-        if len(ahead) < len(self._with(Status.RUNNING)):
+        if len(ahead) < len(self.slots.having(Status.RUNNING)):
             return max(1, round(self._steps * _CONSTRAINED_SHARE)) if ahead else self._steps
         lengths = [-(-(1 + len(forced)) // self._most_per_step) for forced, _ in ahead.values()]
         return max(range(1, 1 + max(lengths)), key=lambda n: sum(min(n, length) for length in lengths) / (n + 1))
@@ -399,28 +283,28 @@ class Replica:
     def _constrain(self) -> dict[int, tuple[list[int], Bits]]:
         """Send the device the tokens that sequences with a grammar may sample next, and return them."""
         ahead = {}
-        for slot, sequence in self._with(Status.RUNNING).items():
+        for slot, sequence in self.slots.having(Status.RUNNING).items():
             if sequence.matcher is not None:
                 try:
                     ahead[slot] = sequence.matcher.ahead(MOST_FORCED)
                 except Exception as failure:
-                    self._fail(sequence, failure)
+                    self.slots.fail(sequence, failure)
         if ahead:
             self.device.constrain(ahead)
         return ahead
 
     def _compress(self) -> None:
-        """Compress the sequences that are due; `_make_room` has reserved the pages for that."""
+        """Compress the sequences that are due; `Slots.make_room` has reserved the pages for that."""
         for slot in self.pool.due:
             self.pool.compress(slot)
             self.device.evict(self.pool.settle())
             self.device.compress(slot)
-            self.slots[slot].left_out = self.pool.left_out(slot)
+            self.slots.sequences[slot].left_out = self.pool.left_out(slot)
 
     def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:
         """Add a step's token to a sequence, and deliver the event."""
         if row.fault:
-            return self._end(sequence, self._last(sequence, "error", faults.sentence(row.fault, len(sequence.trace))))
+            return self.slots.stop(sequence, "error", faults.sentence(row.fault, len(sequence.trace)))
         if row.trace is None:
             return None
         self.metrics.add_token(row.trace)
@@ -428,16 +312,8 @@ class Replica:
         try:
             event = sequence.take(row.trace, row.finished)
         except Exception as failure:
-            return self._fail(sequence, failure)
-        return self._end(sequence, event) if event.completion else self._deliver(sequence, event)
-
-    def _fetched(self, tree: Any) -> Any:
-        """Return arrays of the device as numpy arrays; other replicas can run while this one waits for them."""
-        self.queue.lock.release()
-        try:
-            return jax.device_get(tree)
-        finally:
-            self.queue.lock.acquire()
+            return self.slots.fail(sequence, failure)
+        return self.slots.end(sequence, event) if event.completion else self.slots.deliver(sequence, event)
 
 
 def _compressing(config: DecoderConfig) -> Compressing | None:
@@ -447,10 +323,3 @@ def _compressing(config: DecoderConfig) -> Compressing | None:
         return None
     room = layout.region * config.page_size
     return Compressing(room=room, point=partial(how.point, region=room), fresh_tokens=how.fresh_tokens)
-
-
-def _sentence(failure: Exception) -> str:
-    """Return the error message of a sequence that failed on the host."""
-    if isinstance(failure, UsageError):
-        return str(failure)
-    return f"Serving this request failed ({type(failure).__name__}: {str(failure)[:200]}); the others go on."

@@ -36,10 +36,10 @@ class Replicas:
         """Whether no sequence is in the queue or in a slot."""
         return all(replica.idle for replica in self.replicas)
 
-    def warm_up(self, tell: Callable[[str], None], drafts: bool) -> None:
+    def warm_up(self, report: Callable[[str], None], drafts: bool) -> None:
         """Compile every program; without `drafts` the drafting program is compiled in the background."""
         for replica in self.replicas:
-            replica.warm_up(tell, drafts)
+            replica.warm_up(report, drafts)
 
     def advance(self, unless: Callable[[], bool]) -> None:
         """Start a round on every replica that has sequences, and return when any round has ended.
@@ -68,40 +68,40 @@ class Replicas:
     def end_abandoned(self) -> None:
         """End abandoned sequences as "abort" now, since there may be no further round."""
         with self.queue.lock:
-            found = any(replica.abandoned for replica in self.replicas)
+            found = any(replica.slots.abandoned for replica in self.replicas)
         if found and not self.broken:
-            with self._standing_still():
+            with self._between_rounds():
                 for replica in self.replicas:
                     replica.end_abandoned()
 
     def forget_prefixes(self) -> None:
         """Evict every cached prefix page that no sequence uses."""
-        with self._standing_still():
+        with self._between_rounds():
             for replica in self.replicas:
                 replica.forget_prefixes()
 
     def each(self, run: Callable[[Replica], T]) -> list[T]:
         """Return the result of `run` for every replica, with all replicas locked."""
-        with self._standing_still():
+        with self._between_rounds():
             return [run(replica) for replica in self.replicas]
 
     def update(self, weights: Weights) -> None:
         """Use other weights of the same shapes from the next round on, and evict the pages of the old ones."""
-        with self._standing_still():
+        with self._between_rounds():
             for replica in self.replicas:
                 replica.forget_prefixes()
                 replica.device.weights = put_like(weights, replica.device.weights)
 
-    def let_go(self) -> list[Replica]:
+    def release(self) -> list[Replica]:
         """Return the replicas and drop the references to them, so that the last running round frees their memory."""
         replicas, self.replicas, self._rounds = self.replicas, [], []
         return replicas
 
     @contextlib.contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        """Lock every replica between two rounds."""
-        with contextlib.ExitStack() as held:
+    def _between_rounds(self) -> Iterator[None]:
+        """Lock every replica, between two rounds."""
+        with contextlib.ExitStack() as locks:
             for replica in self.replicas:
-                held.enter_context(replica.lock)
-            held.enter_context(self.queue.lock)
+                locks.enter_context(replica.lock)
+            locks.enter_context(self.queue.lock)
             yield

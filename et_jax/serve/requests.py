@@ -179,12 +179,12 @@ def _stops(given: Any) -> tuple[str, ...]:
     if not values.is_list(stops):
         raise UsageError(f"stop is {values.shown(stops)}; it must be {_TEXTS}.")
     if len(stops) > MAX_STOPS:
-        raise UsageError(f"stop holds {len(stops)} texts; it may hold {MAX_STOPS} at most.")
+        raise UsageError(f"stop has {len(stops)} texts; it may have {MAX_STOPS} at most.")
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise UsageError(f"stop holds {values.shown(text)}; it must be {_TEXTS}.")
+            raise UsageError(f"stop has {values.shown(text)}; it must be {_TEXTS}.")
         if len(text) > MAX_STOP_LENGTH:
-            raise UsageError(f"stop holds a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most.")
+            raise UsageError(f"stop has a text of {len(text)} characters; each may have {MAX_STOP_LENGTH} at most.")
     return tuple(map(values.plain, stops))
 
 
@@ -193,7 +193,7 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
     if not values.is_list(ids):
         raise UsageError(f"stop_token_ids is {values.shown(ids)}; it must be a list of token ids.")
     if len(ids) > MAX_STOP_IDS:
-        raise UsageError(f"stop_token_ids holds {len(ids)} ids; it may hold {MAX_STOP_IDS} at most.")
+        raise UsageError(f"stop_token_ids has {len(ids)} ids; it may have {MAX_STOP_IDS} at most.")
     return values.ids("stop_token_ids", ids, "a list of token ids")
 
 
@@ -203,7 +203,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(given, Mapping):
         raise UsageError(f"logit_bias is {values.shown(given)}; it must map token ids to numbers.")
     if len(given) > MOST_BIASED:
-        raise UsageError(f"logit_bias holds {len(given)} tokens; it may hold {MOST_BIASED} at most.")
+        raise UsageError(f"logit_bias has {len(given)} tokens; it may have {MOST_BIASED} at most.")
     found = {}
     for token, bias in given.items():
         [token] = values.ids("logit_bias", [token], "a mapping of token ids")
@@ -226,7 +226,7 @@ def _bad_words(given: Any) -> tuple[str, ...]:
     if not values.is_list(words) or not all(isinstance(word, str) and word for word in words):
         raise UsageError(f"bad_words is {values.shown(words)}; it must be a list of texts that are not empty.")
     if len(words) > MAX_WORDS:
-        raise UsageError(f"bad_words holds {len(words)} texts; it may hold {MAX_WORDS} at most.")
+        raise UsageError(f"bad_words has {len(words)} texts; it may have {MAX_WORDS} at most.")
     return tuple(map(values.plain, words))
 
 
@@ -268,8 +268,8 @@ class GenerationRequest:
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise UsageError(f"adapter is {values.shown(self.adapter)}; it must be the name of one.")
         if self.draft_tokens is not None:
-            whole = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
-            object.__setattr__(self, "draft_tokens", whole)
+            number = values.integer("draft_tokens", self.draft_tokens, 0, MOST_DRAFTED)
+            object.__setattr__(self, "draft_tokens", number)
 
 
 def _numbers(given: Any) -> dict[str, int | float]:
@@ -290,7 +290,7 @@ def _prompt(given: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         at = values.broken_at(prompt)
         if at is not None:
-            raise UsageError(f"prompt holds half of a surrogate pair at character {at + 1}; write the character whole.")
+            raise UsageError(f"prompt has half of a surrogate pair at character {at + 1}; write the full character.")
         return prompt
     if values.is_list(prompt):
         return values.ids("prompt", prompt, _PROMPT)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save as serialized
 
 from et_jax.decode import slots
 from et_jax.decode.cache.eight_bits import dtype_name
@@ -25,6 +25,7 @@ from et_jax.io.files import expanded, replace_file
 from et_jax.models.config import ModelConfig
 from et_jax.models.fingerprint import weights_fingerprint
 from et_jax.serve.replica import Replica, placed
+from et_jax.serve.replicas import Replicas
 
 _FORMAT = 1
 _AGAIN = "save the prefix again"
@@ -37,12 +38,32 @@ class Prefix(NamedTuple):
     arrays: list[Shaped[np.ndarray, "k l n ..."]]
 
 
+def save(path: str | Path, replicas: Replicas, prompt: list[int], depends: dict[str, Any]) -> int:
+    """Write the cached prefix of a prompt to a file, and return its tokens. Raises UsageError if none is cached."""
+    found = replicas.each(lambda replica: cached(replica, prompt))
+    if (prefix := next((one for one in found if one is not None), None)) is None:
+        raise UsageError(
+            f"The prompt has {len(prompt)} tokens, of which no chunk of {depends['chunk']} is cached; give a longer "
+            "one, or save it while no other requests are served."
+        )
+    write(path, prefix, depends)
+    return len(prefix.tokens)
+
+
+def load(path: str | Path, replicas: Replicas) -> int:
+    """Put the prefix in a file into the cache of every replica, and return its tokens. Raises as `read` and `enter`."""
+    prefix = read(path, depends_on(replicas.replicas[0]))
+    replicas.each(lambda replica: enter(replica, prefix))
+    return len(prefix.tokens)
+
+
 @placed()
-def kept(replica: Replica, prompt: list[int]) -> Prefix | None:
+def cached(replica: Replica, prompt: list[int]) -> Prefix | None:
     """Return the cached prefix of a prompt on a locked replica; None if there is none, or no slot is free."""
-    pages, slot = replica.pool.kept_of(prompt), replica.free_slot
-    if not pages or slot is None:
+    pages, free = replica.pool.cached_prefix(prompt), replica.slots.free
+    if not pages or not free:
         return None
+    slot = free[0]
     replica.device.share(slot, pages)
     copies: list[Pages] = jax.device_get(replica.device.swap_out(slot, len(pages))[1])
     replica.device.release(slot)
@@ -56,11 +77,11 @@ def kept(replica: Replica, prompt: list[int]) -> Prefix | None:
 @placed()
 def enter(replica: Replica, prefix: Prefix) -> None:
     """Put pages into the prefix cache of a locked replica. Raises UsageError if there are too few free pages."""
-    tokens, slot, device, pool = prefix.tokens, replica.free_slot, replica.device, replica.pool
+    tokens, free, device, pool = prefix.tokens, replica.slots.free, replica.device, replica.pool
     num_pages, together = pool.pages_for(len(tokens)), replica.config.pages_per_swap
     if len(tokens) >= (most := replica.config.max_length):
         raise UsageError(f"The prefix has {len(tokens)} tokens and max_model_len is {most}; raise that.")
-    if slot is None or pool.num_available < num_pages:
+    if not free or pool.num_available < num_pages:
         raise UsageError(
             f"The prefix takes {num_pages} pages of {max(pool.num_available, 0)} that are free, and a slot; load it "
             "before requests are served, or raise num_pages."
@@ -72,12 +93,12 @@ def enter(replica: Replica, prefix: Prefix) -> None:
         padded[:, :, : found.shape[2]] = found
         return padded.reshape(len(x), -1, *x.shape[3:])
 
-    structure = jax.tree.structure(_shapes(replica))
+    slot, structure = free[0], jax.tree.structure(_shapes(replica))
     parts = [structure.unflatten([part(x, first) for x in prefix.arrays]) for first in range(0, num_pages, together)]
     pool.swap_in(slot, [*tokens, tokens[-1]], len(tokens), len(tokens))
     device.evict(pool.settle())
     device.fill(slot, len(tokens), parts)
-    device.keep(pool.keep(slot, jax.device_get(device.state.table.pages)[slot].tolist()))
+    device.reference(pool.cache(slot, jax.device_get(device.state.table.pages)[slot].tolist()))
     pool.release(slot)
     device.release(slot)
 
@@ -87,7 +108,7 @@ def write(path: str | Path, prefix: Prefix, depends: dict[str, Any]) -> None:
     tensors = {str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8) for i, x in enumerate(prefix.arrays)}
     tensors |= {"tokens": np.asarray(prefix.tokens, np.int32)}
     facts = json.dumps({"format": _FORMAT, "depends": depends})
-    replace_file(expanded(path), save(tensors, {"facts": facts, "blake2b": _digest(facts, tensors)}))
+    replace_file(expanded(path), serialized(tensors, {"facts": facts, "blake2b": _digest(facts, tensors)}))
 
 
 def read(path: str | Path, depends: dict[str, Any]) -> Prefix:
@@ -128,19 +149,24 @@ def _differing(name: str, was: Any, wanted: Any) -> str:
     if name == "model":
         return f"with another model, adapter or dtype; {_AGAIN} with this one"
     if name == "cache":
-        return f"under a control that keeps something else of a page; load it under that control, or {_AGAIN}"
+        return f"under a control that stores other arrays of a page; load it under that control, or {_AGAIN}"
     return f"with {name} {was}, and here it is {wanted}; load the model so, or {_AGAIN}"
 
 
 def depends_on(replica: Replica) -> dict[str, Any]:
     """Return everything that the pages of a prompt depend on, as values of JSON.
 
-    These are the weights, how they are run, and the arrays of a page; not the number of sequences.
+    These are the weights, how they are run, and the arrays of a page; not the number of sequences. Raises UsageError
+    if the replica has no prefix cache.
     """
+    if not replica.pool.has_prefix_cache:
+        raise UsageError(
+            "Prompts are not cached with prefix_cache=False, lazy_prefill, a prefill budget or this control."
+        )
     config, model = replica.config, hashlib.blake2b(digest_size=16)
     for each, weights in zip(config.models, replica.device.weights, strict=True):
-        told = repr(each) if isinstance(each, ModelConfig) else each.architecture
-        model.update(f"{told} {weights_fingerprint(weights)}\n".encode())
+        described = repr(each) if isinstance(each, ModelConfig) else each.architecture
+        model.update(f"{described} {weights_fingerprint(weights)}\n".encode())
     return {
         "model": model.hexdigest(),
         "platform": jax.default_backend(),

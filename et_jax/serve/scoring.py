@@ -79,7 +79,7 @@ def scoring_config(config: DecoderConfig, longest: int, prefix: int) -> DecoderC
     batch = max(config.chunk, _TOKENS // config.chunk * config.chunk)
     plain = {"draft": None, "others": (), "lazy": False, "audit": False, "compression": None, "penalties": False}
     sizes = {"num_slots": _SLOTS, "batch": _SLOTS, "num_pages": rounded, "prefill_batch": batch}
-    return dataclasses.replace(config, controller=Controller(), keep=frozenset(), tell_reads=False, **plain, **sizes)
+    return dataclasses.replace(config, controller=Controller(), keep=frozenset(), trace_reads=False, **plain, **sizes)
 
 
 def scored(
@@ -117,7 +117,7 @@ def scored(
 def _score(ids: list[int], num_bytes: int, columns: Float[np.ndarray, "4 _"]) -> Score:
     """Return the score of a text from its columns; a first token without a predecessor has none."""
     if np.isnan(columns).any():
-        raise UsageError("The model's numbers for this text overflow; load it with dtype float32, or mend the weights.")
+        raise UsageError("The model's numbers for this text overflow; load it with dtype float32, or fix the weights.")
     unread = len(ids) - columns.shape[1]
     log_probs, entropies, varentropies, likeliest = np.pad(columns, ((0, 0), (unread, 0)), constant_values=np.nan)
     return Score(

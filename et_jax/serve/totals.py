@@ -113,7 +113,7 @@ class Totals:
             entropy=mean(row.entropy for row in rows),
             surprisal=mean(row.surprisal for row in rows),
             constrained_entropy=mean(left for _, left in bound),
-            decided=1 - ratio(sum(left for _, left in bound), sum(whole for whole, _ in bound)),
+            decided=1 - ratio(sum(left for _, left in bound), sum(full for full, _ in bound)),
             attention_entropy=mean(row.attention_entropy for row in rows),
             temperatures=(min(heats), max(heats)) if heats else None,
             blocks_read=sum(row.blocks_read for row in rows),
@@ -201,20 +201,20 @@ class Totals:
         ]
         if self.blocks_read < self.blocks_held:
             share = f", {100 * self.share_bytes:.0f}% of bytes" if math.isfinite(self.share_bytes) else ""
-            kept = formatted(self.least_mass_kept, ".3f")
-            said.append(f"read {100 * self.share_read:.0f}% of blocks{share}, kept at least {kept}")
+            mass = formatted(self.least_mass_kept, ".3f")
+            said.append(f"read {100 * self.share_read:.0f}% of blocks{share}, at least {mass} of the attention mass")
         if math.isfinite(self.decided):
             said.append(f"{100 * self.decided:.0f}% of the entropy decided by the grammar")
         if self.prompt_blocks_held:
             said.append(f"{100 * self.prompt_share_read:.0f}% of blocks read of the prompt")
         if math.isfinite(self.prompt_mass_kept):
-            said.append(f"on which was {self.prompt_mass_kept:.3f} of its attention")
-        whole = self.tokens_cached + self.tokens_left_out
+            said.append(f"which had {self.prompt_mass_kept:.3f} of its attention mass")
+        num_tokens = self.tokens_cached + self.tokens_left_out
         counted = (
-            (self.tokens_left_out, f"{self.tokens_cached} of {whole} tokens held in the cache"),
+            (self.tokens_left_out, f"{self.tokens_cached} of {num_tokens} tokens in the cache"),
             (self.drafted, f"{self.accepted} of {self.drafted} drafted tokens accepted"),
             (self.by_turns, f"{self.by_small} of {self.tokens} tokens by the small model"),
-            (self.audited, f"{self.agreed} of {self.audited} words of one were likeliest to the other"),
+            (self.audited, f"{self.agreed} of {self.audited} tokens of one model were likeliest under the other"),
         )
         said += [sentence for count, sentence in counted if count]
         said += [f"{name} {formatted(100 * worst, '.0f')}% of tokens" for name, worst in self.guard_rates.items()]

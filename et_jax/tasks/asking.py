@@ -1,7 +1,7 @@
 """Runs a model on tasks: examples on a grid of lengths and depths, and its greedy answers."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,15 +62,6 @@ def _chat(tokenizer: Tokenizer, asked: Example) -> list[int]:
 def chat_tokens(tokenizer: Tokenizer) -> int:
     """Return the most tokens that a chat adds to a text. Raises UsageError without a template."""
     return len(tokenizer.chat([{"role": "user", "content": f"{_INSTRUCTION}\n\n"}])) + 1
-
-
-def evaluate_each(
-    models: Mapping[str, "Model"], tasks: Sequence[str], length: int, *, depths: int, samples: int
-) -> dict[str, dict[str, Answers]]:
-    """Return the answers of every model, by its name and by task, to the same questions of one length."""
-    count = counter(next(iter(models.values())))
-    asked = {task: grid(count, [task], [length], depths=depths, samples=samples) for task in tasks}
-    return {name: {task: evaluate(model, asked[task]) for task in tasks} for name, model in models.items()}
 
 
 def _shares(completion: "Completion") -> dict[str, float | None]:

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import msgspec
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import MAX_TOKENIZER_BYTES, TokenizerFile, read_bytes
+from et_jax.io.json_files import MAX_TOKENIZER_BYTES, read_bytes
+from et_jax.io.schema import TokenizerFile
 from et_jax.text.expressions import check_expressions, expressions
 
 T = TypeVar("T")

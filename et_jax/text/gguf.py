@@ -13,7 +13,8 @@ import msgspec
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import read_gguf
-from et_jax.io.schema import MAX_EOS_IDS, MAX_TEMPLATE_BYTES, GgufTokenizerFile, checked, named
+from et_jax.io.json_files import MAX_TEMPLATE_BYTES, checked, named
+from et_jax.io.schema import MAX_EOS_IDS, GgufTokenizerFile
 from et_jax.text.backends import Backend, JsonBackend, SentencePieceBackend
 from et_jax.text.chat import Template
 from et_jax.text.tokenizer import Tokenizer

@@ -7,17 +7,8 @@ from typing import Any
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import is_gguf
-from et_jax.io.schema import (
-    MAX_EOS_IDS,
-    MAX_TEMPLATE_BYTES,
-    GenerationFile,
-    NamesFile,
-    SettingsFile,
-    checked,
-    is_there,
-    read_optional,
-    read_text,
-)
+from et_jax.io.json_files import MAX_TEMPLATE_BYTES, checked, is_there, read_optional, read_text
+from et_jax.io.schema import MAX_EOS_IDS, GenerationFile, NamesFile, SettingsFile
 from et_jax.io.values import shown
 from et_jax.text.backends import JsonBackend, SentencePieceBackend
 from et_jax.text.chat import Template

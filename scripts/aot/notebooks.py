@@ -57,7 +57,7 @@ class Run:
 
 
 _START = {"max_num_seqs": 4, "max_model_len": 512}
-_LONG = {"max_num_seqs": 4, "max_model_len": 1024, "tell_reads": True}
+_LONG = {"max_num_seqs": 4, "max_model_len": 1024, "trace_reads": True}
 _OWN = {"max_num_seqs": 4}
 _THERMOSTAT = Controller(law=chain(FallClock(), Thermostat(2.0, gain=0.05)))
 _CERTIFIED = preset("certified", tolerance=0.05, min_blocks=1, window=16, target_entropy=0.5)

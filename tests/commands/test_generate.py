@@ -95,7 +95,7 @@ def test_trace_json_and_plot_agree(folder, tmp_path, capfd):
     [
         (["--system-prompt", "Be kind."], "--system-prompt needs --chat"),
         (["--chat"], "no chat template"),
-        (["--num-pages", "2", "--max-tokens", "30"], "the pool holds 1"),
+        (["--num-pages", "2", "--max-tokens", "30"], "the cache has 1"),
         (["--plot", "picture.txt"], "draws .png"),
         (["--prefix", "absent"], "absent is no file"),
         (["--lora", "absent"], "The adapter absent is no folder"),
@@ -142,7 +142,7 @@ def test_a_check_reads_config_json_alone(folder, tmp_path, capfd):
     )
     assert any(line.startswith("device cpu, attention by xla") for line in lines)
     assert any(line.startswith("4 sequences of ") for line in lines) and lines[-2].endswith("that may be used")
-    assert lines[-1].startswith("chips that hold it (--tensor-parallel): TPU v5e 1 (")
+    assert lines[-1].startswith("chips that fit it (--tensor-parallel): TPU v5e 1 (")
     for flags, measures in (["off"], 0), (["adaptive"], 1), (["adaptive", "--calibration", "none"], 0):
         out = check(values, "--min-context", "0", "--control", *flags)[1]
         assert out.count("loading measures it once") == measures

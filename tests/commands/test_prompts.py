@@ -52,7 +52,7 @@ def test_prompts_in_any_plain_shape_are_served(model, make, like):
         (lambda: ["a", [[]]], "prompt holds an empty list"),
         (lambda: "\ud800", "half of a surrogate pair"),
         (lambda: [[1, 10**9, 5]], "token 1000000000, and .* has tokens 0 to"),
-        (lambda: [[5] * 64], "The prompt has 64 tokens and .* holds 64 with the text; shorten the prompt"),
+        (lambda: [[5] * 64], "The prompt has 64 tokens and .* has room for 64 with the text; shorten the prompt"),
     ],
 )
 def test_prompts_of_another_kind_are_told_what_is_wanted(model, make, sentence):
@@ -73,7 +73,7 @@ REQUEST = GenerationRequest(prompt="a", params=BRIEF)
     [
         ("a", {"max_token": 1}, "max_token is no setting; did you mean max_tokens?"),
         ("a", {"control": Thermostat(1.0)}, "or a Controller; write Controller(law=...) for a law."),
-        ("a", {"stop_token_ids": (1, 2**40)}, "stop_token_ids holds the token 1099511627776, and "),
+        ("a", {"stop_token_ids": (1, 2**40)}, "stop_token_ids has the token 1099511627776, and "),
         (REQUEST, {"max_tokens": 1}, "max_tokens is given with requests"),
     ],
 )

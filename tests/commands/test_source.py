@@ -188,7 +188,7 @@ def test_a_saved_data_set_is_answered_in_its_order_by_a_parquet_file(tmp_path, m
 
 def test_folders_without_one_data_set_are_refused(tmp_path):
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(UsageError, match=r"holds several data sets \(train, test\); name the folder of one"):
+    with pytest.raises(UsageError, match=r"contains several data sets \(train, test\); name the folder of one"):
         check_source(tmp_path)
     (tmp_path / "dataset_dict.json").unlink()
     for state, said in (

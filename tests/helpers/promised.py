@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from et_jax.decode.decoder import Program
 from et_jax.decode.output import StepOutput
-from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.executables import CachedProgram
 
 
-class Promised(Kept):
+class Promised(CachedProgram):
     """Is made once `go` is set, or fails to be; with `kept` an earlier process has kept it. Its output is its own."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Promised(Kept):
     def __call__(self, weights: Any, state: Any, num_steps: Any, until_end: Any) -> Any:
         return state, self.output, jnp.int32(num_steps)
 
-    def is_kept(self, *arguments: Any) -> bool:
+    def is_cached(self, *arguments: Any) -> bool:
         self.num_asked += 1
         return self.kept
 

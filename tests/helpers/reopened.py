@@ -44,10 +44,10 @@ def reopened(model: engine.Model, *, params: Params | None = None, **settings) -
         replace(model.settings, **{"prefix_cache": True, "preempt_every": 0, "replicas": 1} | settings),
         config=model.decoder_config,
         weights=model.weights if params is None else (params,),
-        others=model._others,
+        others=model._decoders.others,
         tokenizer=model.tokenizer,
     )
-    other._decoders = model._decoders
+    other._decoders.compiled = model._decoders.compiled
     return other
 
 

@@ -95,5 +95,5 @@ def assert_balanced(model: Model) -> None:
         assert not state.active.any() and not state.length.any()
         assert same_bits(state.sampling, plain(state.active.shape))
         table = jax.device_get(replica.device.state.table)
-        assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_kept
+        assert not table.num_blocks.any() and (table.references > 0).sum() == replica.pool.num_cached
     reopened.assert_balanced(model)

@@ -38,7 +38,7 @@ def test_every_text_has_the_bits_it_has_alone(served):
 def test_a_text_has_the_same_bits_from_the_pages_of_a_file(served, tmp_path):
     first, second, file = served.anew(), served.anew(), tmp_path / "prefix"
     if not served.capability.keeps_prefixes:
-        with pytest.raises(UsageError, match="Prompts are not kept"):
+        with pytest.raises(UsageError, match="Prompts are not cached"):
             first.save_prefix(served.tokens[:50], file)
         return
     num_tokens = first.save_prefix(served.tokens[:50], file)

@@ -19,9 +19,10 @@ LAYERS = {
     "serve": 4,
     **dict.fromkeys(("batch", "tasks", "report"), 5),
     "training": 6,
-    **dict.fromkeys(("generate", "evaluate", "calibrate", "__init__"), 7),
-    "harness": 8,
-    "__main__": 9,
+    "commands": 7,
+    **dict.fromkeys(("generate", "evaluate", "calibrate", "__init__"), 8),
+    "harness": 9,
+    "__main__": 10,
 }
 FORBIDDEN = {"torch", "transformers", "hypothesis", "pytest"}  # for golden files and tests alone
 # What is decided on the host is plain Python, and imports of the package nothing but what it stands on.

@@ -1,4 +1,4 @@
-"""Ray itself: whether it is here, which cluster, whether that has room, and what of a machine an actor may use."""
+"""Ray itself: whether it is installed, which cluster, its room for actors, and the cores that an actor may use."""
 
 import fcntl
 import importlib
@@ -62,15 +62,15 @@ def platform_of(resources: Resources) -> str:
 
 
 @contextmanager
-def connected(address: str | None, *, told: bool) -> Iterator[Any]:
+def connected(address: str | None, *, verbose: bool) -> Iterator[Any]:
     """Connect to the cluster at `address`, "host:port", or start one on this machine alone; yield the module `ray`.
 
-    With `told` what workers print is shown. Raises UsageError where no cluster answers.
+    With `verbose` the output of workers is shown. Raises UsageError if no cluster answers.
     """
     module = ray()
-    logging.getLogger("ray.data").setLevel(logging.INFO if told else logging.ERROR)
-    quiet = {"log_to_driver": told, "logging_level": logging.ERROR}
-    heeded = signal.getsignal(signal.SIGTERM)
+    logging.getLogger("ray.data").setLevel(logging.INFO if verbose else logging.ERROR)
+    quiet = {"log_to_driver": verbose, "logging_level": logging.ERROR}
+    handler = signal.getsignal(signal.SIGTERM)
     if address is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         module.init(address="local", num_cpus=cores + BESIDE, include_dashboard=False, **quiet)
@@ -78,7 +78,7 @@ def connected(address: str | None, *, told: bool) -> Iterator[Any]:
         _check_joins(address)
         module.init(address=address, **quiet)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, heeded)  # in the place of Ray's, which prints a stack
+        signal.signal(signal.SIGTERM, handler)  # in the place of Ray's, which prints a stack
     try:
         yield module
     finally:
@@ -111,16 +111,13 @@ def _check_joins(address: str) -> None:
 
 
 def check_room(module: Any, actors: int, resources: Resources) -> None:
-    """Find out that the cluster can hold so many actors and read beside them, for which Ray would wait for ever.
-
-    Raises UsageError.
-    """
+    """Raise UsageError unless the cluster has room for so many actors and for reading; Ray would wait without end."""
     nodes = [node["Resources"] for node in module.nodes() if node["Alive"]]
     room = sum(int(min(node.get(name, 0.0) // amount for name, amount in resources.items())) for node in nodes)
     room = min(room, int((sum(node.get("CPU", 0.0) for node in nodes) - BESIDE) // resources.get("CPU", 1e-9)))
     if room < actors:
         each = ", ".join(f"{name}={amount:g}" for name, amount in resources.items())
-        said = f"{actors} actors of {each}, and beside the reading there is room for {max(room, 0)}; ask for less, or"
+        said = f"{actors} actors of {each}, and besides reading there is room for {max(room, 0)}; ask for less, or"
         raise UsageError(
             f"decode is to have {said} start Ray with more: ray.init(num_cpus=...).",
             on_command_line=f"--ray-actors and --ray-resources ask for {said} add nodes.",
@@ -128,18 +125,17 @@ def check_room(module: Any, actors: int, resources: Resources) -> None:
 
 
 def settle(resources: Resources) -> None:
-    """Have this process, an actor that holds `resources`, decode on them alone; before it asks JAX for a device.
+    """Restrict this process, an actor with `resources`, to these, before it asks JAX for a device.
 
     Without an accelerator it is bound to cores of its own, by whose number JAX sizes its threads. Raises UsageError
-    where JAX does not find the accelerator.
+    if JAX does not find the accelerator.
     """
     wanted = platform_of(resources)
     if wanted != "cpu":
         if (found := platform()) != wanted:
             extra = {"gpu": "cuda13"}.get(wanted, wanted)
             raise UsageError(
-                f"An actor holds a {wanted.upper()}, where JAX finds a {found} alone; install et_jax[{extra}] on every "
-                "node."
+                f"An actor has a {wanted.upper()}, but JAX finds only a {found}; install et_jax[{extra}] on every node."
             )
         return
     jax.config.update("jax_platforms", "cpu")
@@ -150,9 +146,9 @@ def settle(resources: Resources) -> None:
 
 
 def own_cores(count: int, folder: Path) -> list[int]:
-    """Return `count` cores of this machine: such as no other actor holds, as long as there are any.
+    """Return `count` cores of this machine, if possible ones that no other actor has reserved.
 
-    They are held by locks on files in `folder`, until the process ends, in whatever way.
+    Locks on files in `folder` reserve them until the process ends.
     """
     free, shared = [], []
     for core in sorted(os.sched_getaffinity(0)):

@@ -42,7 +42,7 @@ def ready(config: EngineConfig) -> Serving:
 
 
 def rows_of_block(config: EngineConfig) -> int:
-    """Return of how many rows a block should be: with `BLOCKS` of them the slots are asked for many times over."""
+    """Return the rows of a block, so many that `BLOCKS` blocks fill the slots several times."""
     return max(_LEAST_ROWS, 2 * config.max_num_seqs * config.replicas)
 
 
@@ -59,7 +59,7 @@ class Answer:
 class Engine:
     """One engine of `config` in an actor, on the devices and cores that Ray has given the actor.
 
-    Whenever it has no more blocks it prints what it came to: rows, tokens and nats a second, the share of idle slots.
+    When it has no block left it prints its rows, tokens and nats per second, and the share of idle slots.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
             self._blocks -= 1
             if not self._blocks:
                 self._seconds += time.monotonic() - self._began
-                print(self.told(), flush=True)
+                print(self.summary(), flush=True)
 
     def answers(self, entries: Sequence[Entry]) -> list[Answer]:
         """Decode the entries of a block; return the result of each, in the order in which they ended."""
@@ -105,7 +105,7 @@ class Engine:
             self._nats += sum(completion.entropic_time for completion in one.completions)
         return found
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return a readable summary of the engine's work so far."""
         metrics, seconds = self.model.metrics, max(self._seconds, 1e-9)
         idle = idle_share(metrics.step_rows, metrics.idle_rows)
@@ -123,7 +123,7 @@ def idle_share(rows: int, idle: int) -> str:
 class Decoder(Engine):
     """Decodes a column of a dataset, for `dataset.map_batches(Decoder, batch_format="pyarrow", ...)`; see `decode`.
 
-    `config` and what is named alike there are its constructor's; `load` makes the model of a configuration.
+    Its constructor takes the arguments of `decode` of the same names; `load` makes the model of a configuration.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class Decoder(Engine):
             raise UsageError(f"The dataset has a column {taken[0]}, which decoding writes; rename it.")
         rows = table.to_pylist()
         found = {one.entry.line: one for one in self.answers([self._entry(i, row) for i, row in enumerate(rows)])}
-        told = [self._told(found[i]) for i in range(len(rows))]
+        values_of = [self._values(found[i]) for i in range(len(rows))]
         for name, kind in kinds(arrow, COLUMNS, (*_COUNTS, "seed")).items():
-            column = arrow.array([row[name] for row in told], type=kind)
+            column = arrow.array([row[name] for row in values_of], type=kind)
             place = names.index(name) if name in names else None
             table = table.append_column(name, column) if place is None else table.set_column(place, name, column)
         return table
@@ -169,7 +169,7 @@ class Decoder(Engine):
             if unplaced := sorted(name for name in _ONE_TEXT & given.keys() if (name, given[name]) != ("n", 1)):
                 problem = f"{unplaced[0]} has no place here, for a row has one text alone; rename or drop the column."
         except ValueError as error:
-            problem = f"The row has no form in JSON ({error}); mend it."
+            problem = f"The row has no form in JSON ({error}); correct it."
         name, prompt = given.pop(self._id, None), given.pop(self._prompt, None)
         turns = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         line = {**given, "messages" if turns else "prompt": prompt}
@@ -177,7 +177,7 @@ class Decoder(Engine):
             line=number, custom_id=None if name is None else str(name), id=str(number), values=line, problem=problem
         )
 
-    def _told(self, answer: Answer) -> dict[str, Any]:
+    def _values(self, answer: Answer) -> dict[str, Any]:
         """Return the values of the columns that are added."""
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         if answer.task is not None:
@@ -203,25 +203,25 @@ def decode(
     concurrency: int = 1,
     resources: cluster.Resources | None = None,
 ) -> Any:
-    """Return a Ray dataset with a text for every row of `dataset`, computed when it is asked for.
+    """Return a Ray dataset with a text for every row of `dataset`, computed when it is consumed.
 
-    The column `prompt` holds texts, lists of token ids, or conversations: lists of messages with role and content.
+    The column `prompt` has texts, lists of token ids, or conversations: lists of messages with role and content.
     Columns that are named as settings of batch lines (`temperature`, `seed`, `control` ...) are those of their rows; a
     row without takes them from `defaults`. All columns stay. Added are `text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens`, `seed`, `entropic` (entropic time in nats, cost in bytes and the other figures of a batch
     file's rows) and `error`, which says why a row has no text, beginning with its name from the column `id`.
 
-    `concurrency` actors hold `resources` each, in Ray's names (`{"CPU": 4}`, `{"GPU": 1}`, `{"TPU": 4}`; a CPU by
+    `concurrency` actors have `resources` each, in Ray's names (`{"CPU": 4}`, `{"GPU": 1}`, `{"TPU": 4}`; a CPU by
     default). Each is one engine of `config` on these. Texts do not depend on blocks, actors, or how many there are.
     Rows come in the order in which blocks end.
 
-    Raises UsageError where Ray is not installed, or the cluster has no room for the actors.
+    Raises UsageError if Ray is not installed, or the cluster has no room for the actors.
     """
-    module, held = cluster.ray(), cluster.check_resources(resources or {})
+    module, checked = cluster.ray(), cluster.check_resources(resources or {})
     actors = values.integer("concurrency", concurrency, 1)
-    cluster.check_room(module, actors, held)
+    cluster.check_room(module, actors, checked)
     given = {"config": config, "prompt": prompt, "id": id, "defaults": defaults}
-    return in_actors(dataset, Decoder, given, config, actors, held)
+    return in_actors(dataset, Decoder, given, config, actors, checked)
 
 
 def in_actors(
@@ -230,11 +230,11 @@ def in_actors(
     given: Mapping[str, Any],
     config: EngineConfig,
     actors: int,
-    held: cluster.Resources,
+    resources: cluster.Resources,
 ) -> Any:
     """Return a dataset that is cut into blocks and mapped by `actors` of a class, each made of what is `given`."""
     size = rows_of_block(config)
-    own = {name: amount for name, amount in held.items() if name not in ("CPU", "GPU")}
+    own = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
     return dataset.repartition(target_num_rows_per_block=size).map_batches(
         actor,
         batch_size=size,
@@ -243,7 +243,7 @@ def in_actors(
         compute=cluster.ray().data.ActorPoolStrategy(
             size=actors, max_concurrent_calls_per_actor=BLOCKS, max_tasks_in_flight_per_actor=BLOCKS + _WAITING
         ),
-        num_cpus=held.get("CPU", 0),
-        num_gpus=held.get("GPU", 0),
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
         **({"resources": own} if own else {}),
     )

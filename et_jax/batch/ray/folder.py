@@ -1,8 +1,8 @@
 """Shards of lines through actors: every shard has its own output, manifest and journal, which this process writes.
 
-What is checkpointed is the rows: each is appended to its shard's output as soon as its block is here. A run that was
-killed is begun again with the same command, and asks for the lines without a row. Blocks under way in an actor that
-dies are served again by another; no row of them was written.
+Rows are the checkpoint: each is appended to its shard's output as soon as its block arrives. After a kill, the same
+command serves the lines without a row. The blocks of an actor that dies are served again by another; none of their
+rows was written.
 """
 
 import array
@@ -45,7 +45,7 @@ def shards(source: str, output: Path) -> dict[Path, Path]:
     """Return the output of every shard that `source` names: a file, a folder, or a pattern such as `in/*.jsonl`.
 
     A file goes to the file `output`; the files of a folder or a pattern to files of their names in a folder. Raises
-    UsageError where there are none, and for two of one name.
+    UsageError if there are none, and for two of one name.
     """
     path = Path(source)
     if path.is_file():
@@ -70,9 +70,9 @@ def shards(source: str, output: Path) -> dict[Path, Path]:
 
 @dataclasses.dataclass(kw_only=True)
 class _Row:
-    """What comes of a line: its row as JSON, and its figures. `rows` and `idle` are its engine's slots in steps so far.
+    """The result of a line: its row as JSON, and its figures. `rows` and `idle` count its engine's slots so far.
 
-    Or `fault` says why the job cannot go on.
+    If `fault` is not empty, it says why the job cannot continue.
     """
 
     fault: str = ""
@@ -91,27 +91,27 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _lines(batch: Any) -> Iterator[dict[str, list[Any]]]:
-    """Read the shard of a row, and yield what has to be served of it: each line as the Entry that it makes, in JSON."""
+    """Read the shard of a row, and yield each of its lines without a row as an Entry in JSON."""
     [shard] = batch.to_pylist()
     marks = array.array("Q", shard["marks"])
-    held: list[dict[str, Any]] = []
+    pending: list[dict[str, Any]] = []
     try:
         for number, entry in enumerate(surveyed(Path(shard["source"]), marks, Path(shard["output"]), shard["column"])):
             if not shard["recorded"][number]:
-                held.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
-            if len(held) == _READ:
-                yield _table(held)
-                held = []
+                pending.append({"fault": "", "shard": shard["shard"], "entry": json.dumps(dataclasses.asdict(entry))})
+            if len(pending) == _READ:
+                yield _table(pending)
+                pending = []
     except UsageError as error:
-        held.append({"fault": str(error), "shard": shard["shard"], "entry": ""})
-    if held:
-        yield _table(held)
+        pending.append({"fault": str(error), "shard": shard["shard"], "entry": ""})
+    if pending:
+        yield _table(pending)
 
 
 class LineDecoder(Engine):
-    """Answers lines of batch files, as `_lines` hands them on; a fault among them is handed on in turn.
+    """Answers the lines of batch files that `_lines` yields, and passes a fault on.
 
-    An engine that cannot be had is a fault too, which is data: where an actor fails, Ray makes it anew.
+    An engine that cannot be made is a fault too, passed on as data, because Ray restarts an actor that fails.
     """
 
     def __init__(self, config: EngineConfig, defaults: Defaults, **more: Any) -> None:
@@ -146,7 +146,7 @@ class LineDecoder(Engine):
 
 @dataclasses.dataclass(kw_only=True)
 class Sums:
-    """What a run came to, over all shards; `engines` has of each the rows of its steps, and the idle ones.
+    """The totals of a run over all shards; `engines` has the rows of each engine's steps, and the idle ones.
 
     `ignored` names the fields of lines that change no text here.
     """
@@ -189,13 +189,14 @@ def run(
     defaults: Defaults,
     fleet: Fleet,
     *,
-    told: bool = False,
+    verbose: bool = False,
 ) -> Sums:
-    """Serve the lines of every shard that have no row yet, by actors of `fleet`, and return what it came to.
+    """Serve the lines of every shard that have no row yet, by actors of `fleet`, and return the totals.
 
-    `placed` has the output of each shard, `settings` what all rows depend on. With `told` what actors print is shown.
+    `placed` has the output of each shard, `settings` what all rows depend on. With `verbose` the output of the actors
+    is shown.
 
-    Raises UsageError where a shard is no file of lines or changes amid the work, an output is another job's, or there
+    Raises UsageError if a shard is no file of lines or changes during the job, an output is another job's, or there
     is no Ray, no cluster or no room; rows that are written stay.
     """
     cluster.ray()
@@ -223,7 +224,7 @@ def run(
                 for number, ((source, output), one) in enumerate(zip(placed.items(), surveys, strict=True))
                 if one.done < one.total
             ]
-            module = stack.enter_context(cluster.connected(fleet.address, told=told))
+            module = stack.enter_context(cluster.connected(fleet.address, verbose=verbose))
             cluster.check_room(module, fleet.actors, fleet.resources)
             _serve(module, items, journals, sums, config, defaults, fleet)
     return sums

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from et_jax.errors import UsageError
-from et_jax.io.schema import FETCH, ConfigFile, KindFile, checked, named
-from et_jax.models.config import ModelConfig, shared_config, shared_values
+from et_jax.io.json_files import FETCH, checked, named
+from et_jax.io.schema import ConfigFile, KindFile
+from et_jax.models.config import ModelConfig
+from et_jax.models.config_file import shared_config, shared_values
 from et_jax.models.families import (
     gemma2,
     gemma3,

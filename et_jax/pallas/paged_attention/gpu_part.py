@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
 
-from et_jax.pallas.hopper import LOG2_E, TILE, convert, load, product, store
+from et_jax.pallas.hopper import LOG2_E, TILE, below, beside, convert, load, product, store
 from et_jax.pallas.paged_attention.lists import lengths_of, seen
 from et_jax.softmax import Softmax, finite
 
@@ -123,7 +122,7 @@ def attend_part(
             keys, values = (floats_ref.at[:, pl.ds(start, d)] for start in (0, d))
             logits = product(keys, query_ref, simulated) * softmax.scale
             if key_scale is not None:
-                logits *= _beside(key_scale, logits.shape)
+                logits *= beside(key_scale, logits.shape)
             logits = softmax.capped(logits)
             visible = _seen(logits.shape, start, end, lag)
             if readers_ref is not None:
@@ -131,13 +130,13 @@ def attend_part(
                 visible &= (plgpu.layout_cast(readers, plgpu.Layout.WGMMA) >> row_of) & 1 == 1
             logits = jnp.where(visible, logits * LOG2_E, -jnp.inf)
             tile_maximum = jnp.max(logits, axis=0)
-            weights = jnp.exp2(logits - _below(finite(tile_maximum), logits.shape))
+            weights = jnp.exp2(logits - below(finite(tile_maximum), logits.shape))
             tile_total = jnp.sum(weights, axis=0)
             lse = (finite(tile_maximum) + jnp.log2(tile_total)) / LOG2_E
             store(lse_ref.at[slot, head, number, i], lse)
 
             if value_scale is not None:
-                weights = jnp.where(visible, weights * _beside(value_scale, weights.shape), 0.0)  # 0 * NaN is NaN
+                weights = jnp.where(visible, weights * beside(value_scale, weights.shape), 0.0)  # 0 * NaN is NaN
             store(weights_ref.transpose((1, 0)), weights.astype(jnp.bfloat16))
             if scales_ref is None:
                 _zero_unseen(values, start, end, [end - each for each in behind], softmax.window)
@@ -149,7 +148,7 @@ def attend_part(
             new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
             tile_weight = jnp.exp2(tile_maximum - finite(new_maximum))
-            mixed = mixed * _below(decay, mixed.shape) + update * _below(tile_weight, mixed.shape)
+            mixed = mixed * below(decay, mixed.shape) + update * below(tile_weight, mixed.shape)
             return new_maximum, total * decay + tile_total * tile_weight, mixed
 
         nothing = (
@@ -192,13 +191,3 @@ def _zero_unseen(values, begin, end, ends: list, window: int | None) -> None:
         seen = [_seen(values.shape, 0 if window is None else each - window, each) for each in ends]
         seen = functools.reduce(operator.or_, seen)
         store(values, jnp.where(seen, values[...], jnp.zeros((), values.dtype)))
-
-
-def _below(row: Float[Array, " g"], shape: tuple[int, int]) -> Float[Array, "x g"]:
-    """Return the row broadcast along a new first axis."""
-    return lax.broadcast_in_dim(row, shape, [1])
-
-
-def _beside(column: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "s x"]:
-    """Return the column broadcast along a new last axis."""
-    return lax.broadcast_in_dim(column, shape, [0])

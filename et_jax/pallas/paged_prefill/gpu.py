@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from et_jax.pallas import hopper, tuned
 from et_jax.pallas.checks import EIGHT_BITS, require_counts
-from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, convert, load, product, store
+from et_jax.pallas.hopper import LAYOUT, LOG2_E, TILE, below, beside, convert, load, product, store
 from et_jax.softmax import Softmax, finite
 
 ROWS = 64  # query rows per consumer: the rows of one wgmma
@@ -266,7 +266,7 @@ def _attend_block(
             keys, values = (floats_ref.at[:, pl.ds(column, d)] for column in (0, d))
             logits = product(own_query, keys, simulated) * softmax.scale
             if key_scale is not None:
-                logits *= _below(key_scale, logits.shape)
+                logits *= below(key_scale, logits.shape)
             logits = softmax.capped(logits)
 
             def mask(logits):
@@ -288,16 +288,16 @@ def _attend_block(
 
             tile_maximum = jnp.max(logits, axis=1)
             if lse_ref is not None:  # relative to the tile's own maximum, so that a small sum is exact too
-                tile_weights = jnp.exp2(logits - _beside(finite(tile_maximum), logits.shape))
+                tile_weights = jnp.exp2(logits - beside(finite(tile_maximum), logits.shape))
                 lse = (finite(tile_maximum) + jnp.log2(jnp.sum(tile_weights, axis=1))) / LOG2_E
                 store(lse_ref.at[row, head, begin + i, own_rows], lse)
             new_maximum = jnp.maximum(maximum, tile_maximum)
             decay = jnp.exp2(maximum - finite(new_maximum))
-            weights = jnp.exp2(logits - _beside(finite(new_maximum), logits.shape))
+            weights = jnp.exp2(logits - beside(finite(new_maximum), logits.shape))
             total = total * decay + jnp.sum(weights, axis=1)
             if value_scale is not None:
-                weights *= _below(value_scale, weights.shape)
-            mixed = _accumulate(mixed * _beside(decay, mixed.shape), weights.astype(jnp.bfloat16), values, simulated)
+                weights *= below(value_scale, weights.shape)
+            mixed = _accumulate(mixed * beside(decay, mixed.shape), weights.astype(jnp.bfloat16), values, simulated)
             if scales_ref is None:
                 pl.when(more)(lambda: plgpu.barrier_arrive(stage_free.at[stage]))
             return new_maximum, total, mixed
@@ -310,7 +310,7 @@ def _attend_block(
             plgpu.layout_cast(jnp.zeros((ROWS, d), jnp.float32), plgpu.Layout.WGMMA),
         )
         _, total, mixed = lax.fori_loop(0, end - begin, attend, start)
-        out = mixed / _beside(jnp.where(total == 0.0, 1.0, total), mixed.shape)
+        out = mixed / beside(jnp.where(total == 0.0, 1.0, total), mixed.shape)
         store(out_ref.at[row, head, own_rows], out.astype(jnp.bfloat16))
 
 
@@ -347,13 +347,3 @@ def _zero_faults(values: Any) -> None:
         is_finite = jnp.abs(value.astype(jnp.float32)) < jnp.inf
         store(share, jnp.where(is_finite, value, jnp.zeros((), value.dtype)))
     plgpu.commit_smem()
-
-
-def _below(row: Float[Array, " s"], shape: tuple[int, int]) -> Float[Array, "x s"]:
-    """Return the row broadcast along a new first axis."""
-    return lax.broadcast_in_dim(row, shape, [1])
-
-
-def _beside(column: Float[Array, " r"], shape: tuple[int, int]) -> Float[Array, "r x"]:
-    """Return the column broadcast along a new last axis."""
-    return lax.broadcast_in_dim(column, shape, [0])

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas import ring, tuned
 from et_jax.pallas.checks import EIGHT_BITS, LANES, require, wider
+from et_jax.pallas.paged_prefill.tpu_sums import store_sums
 from et_jax.softmax import Softmax, finite
 
 # Rows of queries that share a read of the keys: at one flop per byte and row (bfloat16) products and transfers balance
@@ -310,7 +311,7 @@ def _kernel(
         seen_mask = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
         scores = jnp.where(seen_mask, scores, -jnp.inf)
         if lse_ref is not None:
-            _store_sums(lse_ref, (first_group(index) + i) * group, scores, s)
+            store_sums(lse_ref, (first_group(index) + i) * group, scores, s)
 
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1, keepdims=True))
         decay = jnp.exp(maximum - finite(new_maximum))
@@ -328,33 +329,6 @@ def _kernel(
     out = mixed / jnp.where(total == 0.0, 1.0, total)
     out_ref[0] = out.reshape(g, tile, width).astype(out_ref.dtype)
     arrivals.close()
-
-
-def _store_sums(lse_ref, entry, scores, page_size):
-    """Store the log-sum-exps of a group's blocks at list positions from `entry` on, along the lanes.
-
-    Each is relative to its own block's maximum, so that a small sum is exact too. Scores are cut at full
-    lanes; blocks that share a lane group are selected by a mask, one after the other.
-    """
-    chunk = pl.ds(pl.multiple_of(entry // LANES * LANES, LANES), LANES)
-    _, g, tile, _ = lse_ref.shape
-    span = scores.shape[1]
-    width = max(page_size, LANES) if page_size % LANES == 0 or LANES % page_size == 0 else span
-    lse = lse_ref[0, :, :, chunk].reshape(g * tile, LANES)
-    lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) - entry % LANES
-    for start in range(0, span, width):
-        share = scores[:, start : start + width]
-        place = lax.broadcasted_iota(jnp.int32, (1, share.shape[1]), 1)
-
-        def add_block(j, lse, start=start, share=share, place=place):
-            own = (place >= j * page_size) & (place < (j + 1) * page_size)
-            block = jnp.where(own, share, -jnp.inf)
-            maximum = finite(jnp.max(block, axis=1, keepdims=True))
-            total = jnp.sum(jnp.exp(block - maximum), axis=1, keepdims=True)
-            return jnp.where(lane == start // page_size + j, maximum + jnp.log(total), lse)
-
-        lse = lax.fori_loop(0, share.shape[1] // page_size, add_block, lse)
-    lse_ref[0, :, :, chunk] = lse.reshape(g, tile, LANES)
 
 
 def _is_finite(x: Float[Array, "..."]) -> Array:

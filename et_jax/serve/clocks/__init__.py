@@ -1,1 +1,1 @@
-"""What drafts go by: `step_clock` measures what steps take, `past_drafts` how drafts have fared."""
+"""Measurements for draft laws: `step_clock` fits the times of steps, `past_drafts` the acceptance rate of drafts."""

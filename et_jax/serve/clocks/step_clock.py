@@ -50,16 +50,16 @@ def work(
     batch: int,
     drafted: Int[np.ndarray, "n b"],
     passes: Int[np.ndarray, " n"],
-    held: Int[np.ndarray, "n b"] | Float[np.ndarray, "n b"],
+    lengths: Int[np.ndarray, "n b"] | Float[np.ndarray, "n b"],
 ) -> Float[np.ndarray, "n f"]:
     """Return how often each of the `StepTimes` occurs in every step.
 
-    A step has `drafted` tokens per slot in `passes` draft passes; `held` is the cached tokens per slot, 0 for slots
+    A step has `drafted` tokens per slot in `passes` draft passes; `lengths` is the cached tokens per slot, 0 for slots
     that the step did not decode.
     """
     widths = np.array(drafting.widths(batch))
     rows = widths[np.searchsorted(widths, drafting.needed(batch, drafted))] - batch
-    cached, ahead = held.sum(axis=1), passes * (held * (drafted > 0)).sum(axis=1)
+    cached, ahead = lengths.sum(axis=1), passes * (lengths * (drafted > 0)).sum(axis=1)
     return np.stack([np.ones(len(rows)), cached, passes, ahead, rows, rows / batch * cached], axis=1).astype(np.float64)
 
 
@@ -85,10 +85,7 @@ def fitted(rough: StepTimes, done: Float[np.ndarray, "n f"], seconds: Float[np.n
     covariance = np.zeros_like(precision)
     covariance[np.ix_(free, free)] = np.linalg.inv(precision[np.ix_(free, free)])
     covariance /= np.outer(*[np.where(free, found, 1.0)] * 2)
-    return Fit(
-        times=StepTimes(**dict(zip(_NAMES, (found * prior).tolist(), strict=True))),
-        covariance=covariance,
-    )
+    return Fit(times=StepTimes(**dict(zip(_NAMES, (found * prior).tolist(), strict=True))), covariance=covariance)
 
 
 def saved(
@@ -118,8 +115,8 @@ def _above_zero(
 class _Burst:
     """The work `done` by a burst of `steps`, and its time; `plain` is the work of as many steps without drafts.
 
-    `drafts` is True if a model, itself or a small one, drafted in any step. Of the tokens it drafted, `tried` had all
-    predecessors accepted and `accepted` were accepted: `brought` tokens per decoded sequence.
+    `drafts` is True if a model, itself or a small one, drafted in any step. Of the tokens it drafted, `verified` had
+    all predecessors accepted and `accepted` were accepted: `brought` tokens per decoded sequence.
     """
 
     done: Float[np.ndarray, " f"]
@@ -127,7 +124,7 @@ class _Burst:
     seconds: float
     steps: int
     drafts: bool
-    tried: int
+    verified: int
     accepted: int
     brought: float
 
@@ -138,7 +135,7 @@ class StepClock:
     def __init__(self, config: DecoderConfig) -> None:
         self._config, self._drafting = config, config.draft
         self._bursts: collections.deque[_Burst] = collections.deque(maxlen=REMEMBERED)
-        self._untold, self._record = 0, DraftRecord()
+        self._unfitted, self._past = 0, DraftRecord()
         self._ran: set[tuple[Variant, float]] = set()  # programs, and their rows beyond those of a plain step
 
     def begin(self) -> tuple[DraftLength, ...] | None:
@@ -148,7 +145,7 @@ class StepClock:
         first, *others = self._drafting.laws
         return first.waiting(), *others
 
-    def note(self, output: StepOutput, ran: int, seconds: float, variant: Variant) -> tuple[DraftLength, ...] | None:
+    def record(self, output: StepOutput, ran: int, seconds: float, variant: Variant) -> tuple[DraftLength, ...] | None:
         """Record a burst of `ran` steps; every few bursts return newly fitted draft laws, otherwise None.
 
         While there are few bursts with drafts, or few without, laws are fitted after each of these. A burst is ignored
@@ -167,18 +164,18 @@ class StepClock:
         if not served.all():
             return None
         passes = sum(np.asarray(one.passes)[:ran, 0].max(axis=1) for one in output.work) - 1
-        held = np.where(produced, np.minimum(length, pages * size), 0)  # a compressed cache has fewer than `length`
+        lengths = np.where(produced, np.minimum(length, pages * size), 0)  # a compressed cache has fewer than `length`
         # in steps of a model after a lookup, the lookup may have drafted some of the tokens
         own = np.asarray(passes > 0)
-        each = work(drafting, self._config.batch, drafted, passes, held)
+        each = work(drafting, self._config.batch, drafted, passes, lengths)
         new = {(variant, rows) for rows in each[:, _NAMES.index("row")].tolist()} - self._ran
         self._ran |= new
-        noting = drafting.pruned is not None and drafting.before is None and variant.drafts and not own.any()
-        if new or noting:
+        recording = drafting.pruned is not None and drafting.before is None and variant.drafts and not own.any()
+        if new or recording:
             return None
         done = each.sum(axis=0)
         none = np.where(own, 0, drafted.T).T  # in steps where the model drafted
-        plain = work(drafting, self._config.batch, none, 0 * passes, held).sum(axis=0)
+        plain = work(drafting, self._config.batch, none, 0 * passes, lengths).sum(axis=0)
         self._bursts.append(
             _Burst(
                 done=done,
@@ -186,29 +183,29 @@ class StepClock:
                 seconds=seconds,
                 steps=ran,
                 drafts=bool(own.any()),
-                tried=int(np.minimum(accepted + 1, drafted)[own].sum()),
+                verified=int(np.minimum(accepted + 1, drafted)[own].sum()),
                 accepted=int(accepted[own].sum()),
                 brought=float((accepted.sum(axis=1) / produced.sum(axis=1))[own].sum()),
             )
         )
-        self._untold += 1
+        self._unfitted += 1
         bursts = list(self._bursts)
         alike = sum(one.drafts == bursts[-1].drafts for one in bursts)
-        if self._untold < EVERY < alike:
+        if self._unfitted < EVERY < alike:
             return None
         fit = fitted(drafting.times, np.array([one.done for one in bursts]), np.array([one.seconds for one in bursts]))
-        for one in bursts[-self._untold :]:
+        for one in bursts[-self._unfitted :]:
             gain = saved(fit.times, one.steps, one.done, one.plain, one.brought)
-            self._record.note(one.steps, one.tried, one.accepted, gain)
-        self._untold = 0
+            self._past.record(one.steps, one.verified, one.accepted, gain)
+        self._unfitted = 0
         sequences = float(produced.sum(axis=1).mean())
-        context = float(held.sum() / produced.sum())
-        first, *others = told(drafting, self._config.batch, fit, sequences, context, self._record.told())
+        context = float(lengths.sum() / produced.sum())
+        first, *others = fitted_laws(drafting, self._config.batch, fit, sequences, context, self._past.past())
         known = sum(one.steps for one in bursts if not one.drafts) >= PLAIN
         return first if known else first.waiting(), *others
 
 
-def told(
+def fitted_laws(
     drafting: Drafting, batch: int, fit: Fit, sequences: float, context: float, past: PastDrafts
 ) -> tuple[DraftLength, ...]:
     """Return the draft laws fitted to measured times, for `sequences` sequences of `context` cached tokens each.
@@ -216,9 +213,9 @@ def told(
     A law drafts only if the expected speed exceeds that of plain decoding by a standard deviation of its uncertainty.
     """
     alike = np.arange(batch) < round(sequences)
-    held = np.where(alike, context, 0)[None]
+    lengths = np.where(alike, context, 0)[None]
     plain, short = (
-        work(drafting, batch, count * alike[None].astype(np.int32), np.array([count]), held)[0]
+        work(drafting, batch, count * alike[None].astype(np.int32), np.array([count]), lengths)[0]
         for count in (0, min(SHORT, drafting.most))
     )
     worth = GAIN + fit.doubt(plain, short)

@@ -59,17 +59,17 @@ def floats(folder: Path, model: ModelConfig, dtype: str, memory: int, adapter: P
 
 
 def measured(
-    name: str, model: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"], tell: Callable[[str], None]
+    name: str, model: ModelShape, params: ModelWeights, tokens: Int[np.ndarray, "r t"], report: Callable[[str], None]
 ) -> Float[np.ndarray, "l k g"]:
-    """Return the sensitivity to each head over the second halves of rows; `tell` receives the progress."""
+    """Return the sensitivity to each head over the second halves of rows; `report` receives the progress."""
     began, what = time.perf_counter(), f"measuring how sensitive {name} is to each of its heads"
 
     def progress(done: int) -> None:
         spent = time.perf_counter() - began
         left = spent / done * (len(tokens) - done)
-        tell(f"{what}: row {done} of {len(tokens)}, {spent:.0f} s so far, about {left:.0f} s left")
+        report(f"{what}: row {done} of {len(tokens)}, {spent:.0f} s so far, about {left:.0f} s left")
 
-    tell(f"{what}: {len(tokens)} rows of {tokens.shape[1]} tokens")
+    report(f"{what}: {len(tokens)} rows of {tokens.shape[1]} tokens")
     return head_sensitivity(model, params, tokens, tokens.shape[1] // 2, _DRAWS, progress=progress)
 
 
@@ -87,9 +87,9 @@ def facts(name: str, text: str, params: ModelWeights, tokens: Int[np.ndarray, "r
 
 
 def measured_at_load(
-    name: str, model: ModelShape, params: ModelWeights, tokenizer: Tokenizer, tell: Callable[[str], None]
+    name: str, model: ModelShape, params: ModelWeights, tokenizer: Tokenizer, report: Callable[[str], None]
 ) -> tuple[Calibration, dict[str, Any]]:
     """Return a model's sensitivity on the package's own text, at temperature 1, and its provenance."""
     tokens = default_rows(tokenizer, model)
-    table = Table(measured(name, model, params, tokens, tell).astype(np.float32))
+    table = Table(measured(name, model, params, tokens, report).astype(np.float32))
     return Calibration(sensitivity=table), facts(name, TEXT.name, params, tokens)

@@ -25,7 +25,7 @@ def needed(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], f
         f"{kind} {'none' if fitting is None else f'{fitting[0]} ({size_text(fitting[1].weights)} of weights each)'}"
         for kind, fitting in found.items()
     ]
-    return f"chips that hold it (--tensor-parallel): {', '.join(said)}"
+    return f"chips that fit it (--tensor-parallel): {', '.join(said)}"
 
 
 def _least(model: ModelConfig, config: Callable[[ModelConfig], DecoderConfig], memory: int) -> tuple[int, Plan] | None:

@@ -15,21 +15,17 @@ from et_jax.serve.memory.preflight import Plan
 
 
 def description(
-    settings: EngineConfig,
-    config: DecoderConfig,
-    weights: ModelWeights,
-    plan: Plan | None,
-    remarks: Sequence[str] = (),
+    settings: EngineConfig, config: DecoderConfig, weights: ModelWeights, plan: Plan | None, remarks: Sequence[str] = ()
 ) -> list[str]:
     """Return the lines that describe a model under its own controller, with the table of its memory plan.
 
     `remarks` come from loading.
     """
     model = config.model
-    held = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
+    stored = f"{num_bytes(weights) / 1e6:.1f} MB {config.quantize or dtype_of(weights)}"
     refusals = serving_backend(model, config.page_size, config.weights_dtype, config.cache_dtype)[1]
     return [
-        f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {held}",
+        f"model {settings.name}: {model.architecture}, {model.num_layers} layers, {stored}",
         *remarks,
         f"device {jax.devices()[0].device_kind}, attention backend {config.backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),
@@ -40,14 +36,14 @@ def description(
         *_drafting(settings, config),
         *_experts(config),
         *([] if plan is None else plan.table()),
-        f"compiled programs kept in {jax.config.jax_compilation_cache_dir or 'memory only'}",
+        f"compile cache in {jax.config.jax_compilation_cache_dir or 'memory only'}",
     ]
 
 
 def _drafting(settings: EngineConfig, config: DecoderConfig) -> list[str]:
     """Return the line on drafting or a second model."""
     if config.controller.switch is not None:
-        return [f"takes turns with {settings.small}, by the entropy of what the one who speaks predicts"]
+        return [f"alternates with {settings.small}, by the entropy of the active model's prediction"]
     if settings.draft is None:
         return []
     most, length = settings.most_drafted, settings.draft_length or LENGTHS[0]
@@ -70,7 +66,9 @@ def _scoring(config: DecoderConfig) -> list[str]:
         return []
     backend, refusals = config.scoring
     least = config.controller.min_context
-    chosen = [] if least is None else [f"blocks are chosen {min_context.told(least)}; min_context 0 chooses always"]
+    chosen = []
+    if least is not None:
+        chosen = [f"blocks are selected {min_context.described(least)}; min_context 0 selects always"]
     return [
         f"blocks scored by {backend}",
         *(f"not chosen: {refusal}" for refusal in refusals),

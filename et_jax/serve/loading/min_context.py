@@ -16,7 +16,7 @@ NEVER = MOST
 """A length that no sequence reaches: every block is read at any length."""
 
 MEASURED: Mapping[str, Mapping[str, int]] = {
-    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER},
+    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER}
 }
 """Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 
@@ -44,7 +44,7 @@ def named(name: str, platform: str, **given: float | int | None) -> Controller:
     return preset(name, **given)
 
 
-def told(least: int) -> str:
+def described(least: int) -> str:
     """Return in words from which length on blocks are selected."""
     if least >= NEVER:
         return "never, for no length was found at which that saves time here"

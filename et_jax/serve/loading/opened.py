@@ -32,7 +32,7 @@ from et_jax.serve.loading import calibrating
 from et_jax.serve.loading.sizing import decoder_config, lacks_sensitivity
 from et_jax.serve.memory.device_memory import num_sharing, usable_memory
 from et_jax.serve.memory.preflight import Plan, plan
-from et_jax.serve.programs.compilation import default_folder, keep_programs
+from et_jax.serve.programs.compilation import cache_programs, default_folder
 from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
 from et_jax.types import replace
 
@@ -55,8 +55,8 @@ class Opened:
     remarks: tuple[str, ...] = ()
 
 
-def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
-    """Return the model that `settings` name, read from its files; `tell` receives progress messages.
+def opened(settings: EngineConfig, report: Callable[[str], None]) -> Opened:
+    """Return the model that `settings` name, read from its files; `report` receives progress messages.
 
     Remarks on the files are logged as warnings. Raises UsageError if a name, a file or a folder cannot be used, or if
     the model does not fit in memory, which is checked before weights are loaded.
@@ -73,34 +73,34 @@ def opened(settings: EngineConfig, tell: Callable[[str], None]) -> Opened:
         memory, replicas = usable_memory(settings.memory_fraction, together), num_sharing(settings.replicas, together)
         return plan(wanted, memory - taken, num_pages=settings.num_pages, replicas=replicas)
 
-    _keep_programs(settings.compilation_cache, tell)
+    _cache_programs(settings.compilation_cache, report)
     small = {name: resolve(name) for name in settings.others}
     others = tuple(map(read_model, small.values()))
-    tell(f"loading {settings.name}")
+    report(f"loading {settings.name}")
     folder = resolve(settings.name, fit)
     model = read_model(folder)
     check_weights(folder, model)
     adapter = None if settings.lora is None else read_adapter(settings.lora, model)
     adapters = {name: read_adapter(place, model) for name, place in settings.adapter_folders.items()}
     fitting, tokenizer = fit(folder, model, bytes_beside(adapters.values())), load_tokenizer(folder)
-    _check_others(settings, small, others, model, tokenizer, tell)
+    _check_others(settings, small, others, model, tokenizer, report)
     said = _remarked([folder], [model], settings.dtype) + _remarked_beside(small, others) + _unmeasured(settings)
     calibration = read_calibration(folder, model, settings.adapter) if settings.measures else equal_heads(model)
     sizes = partial(decoder_config, settings, model, num_pages=fitting.num_pages, others=others)
     if lacks_sensitivity(sizes(loaded_dtype(folder, model, settings.dtype), calibration=calibration)):
-        calibration = _measured(settings, folder, model, calibration, tokenizer, tell)
+        calibration = _measured(settings, folder, model, calibration, tokenizer, report)
     mesh, added = sizes(jnp.float32).mesh, None if adapter is None else adapter.added
     how = {"stacked": _stacked(), "mesh": mesh, "added": added}
     model, params = load_checkpoint(folder, settings.dtype, settings.quantize, **how)
     dtype = dtype_of(params)
     params = beside(params, model, adapters) if adapters else params
     config = sizes(dtype, calibration=calibration)
-    weights = params, *_others(small, dtype, settings.quantize, mesh, tell)
+    weights = params, *_others(small, dtype, settings.quantize, mesh, report)
     return Opened(config=config, weights=weights, others=others, tokenizer=tokenizer, plan=fitting, remarks=said)
 
 
 def opened_module(
-    settings: EngineConfig, module: Any, config: Any, tokenizer: Any, tell: Callable[[str], None]
+    settings: EngineConfig, module: Any, config: Any, tokenizer: Any, report: Callable[[str], None]
 ) -> Opened:
     """Return a caller's module, checked, with the second models that `settings` name.
 
@@ -115,11 +115,11 @@ def opened_module(
     for name in ("lora", "adapters"):
         if (given := getattr(settings, name)) is not None:
             raise UsageError(f"{name} is {shown(given)}; leave it out, for a module brings its weights as they are.")
-    _keep_programs(settings.compilation_cache, tell)
+    _cache_programs(settings.compilation_cache, report)
     found = as_tokenizer(tokenizer, config.bos_token_id, config.eos_token_ids)
     beside = {name: resolve(name) for name in settings.others}
     others = tuple(map(read_model, beside.values()))
-    tell(f"looking at {settings.name}")
+    report(f"inspecting {settings.name}")
     model, weights = read_module(module, config)
     if (most := max(found.backend.pieces(), default=-1)) >= model.vocab_size:
         raise UsageError(
@@ -132,7 +132,7 @@ def opened_module(
                 f"{settings.name} has a vocabulary of {model.vocab_size} tokens, without the id {token}; give "
                 f"ModuleConfig({name}=...) of its own."
             )
-    _check_others(settings, beside, others, model, found, tell)
+    _check_others(settings, beside, others, model, found, report)
     calibration = config.calibration if settings.measures else equal_heads(model)
     sizes = partial(decoder_config, settings, model, model.dtype, calibration=calibration, others=others)
     memory, replicas = usable_memory(settings.memory_fraction), num_sharing(settings.replicas)
@@ -140,11 +140,12 @@ def opened_module(
     served = sizes(num_pages=fitting.num_pages)
     if lacks_sensitivity(served):
         began = time.perf_counter()
-        measured, _ = calibrating.measured_at_load(settings.name, model, weights, found, tell)
+        measured, _ = calibrating.measured_at_load(settings.name, model, weights, found, report)
         served = replace(served, calibration=replace(calibration, sensitivity=measured.sensitivity))
-        tell(f"measured in {time.perf_counter() - began:.0f} s, for this run; ModuleConfig(calibration=...) keeps it.")
+        seconds = time.perf_counter() - began
+        report(f"measured in {seconds:.0f} s, for this run; ModuleConfig(calibration=...) reuses it.")
     said = _remarked_beside(beside, others) + _unmeasured(settings)
-    every = weights, *_others(beside, model.dtype, None, None, tell)
+    every = weights, *_others(beside, model.dtype, None, None, report)
     return Opened(config=served, weights=every, others=others, tokenizer=found, plan=fitting, remarks=said)
 
 
@@ -154,18 +155,18 @@ def _measured(
     model: ModelConfig,
     known: Calibration,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Calibration:
     """Measure a model's sensitivity to each head, save it in the user's cache, and return it with `known`."""
     began = time.perf_counter()
     memory = usable_memory(settings.memory_fraction)
     params = calibrating.floats(folder, model, settings.dtype, memory, settings.adapter)
-    found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, tell)
+    found, facts = calibrating.measured_at_load(settings.name, model, params, tokenizer, report)
     try:
-        kept = f"kept in {keep_calibration(folder, found, facts, settings.adapter)}"
+        stored = f"stored in {keep_calibration(folder, found, facts, settings.adapter)}"
     except UsageError as error:
-        kept = f"not kept: {error}"
-    tell(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {kept}".rstrip(".") + ".")
+        stored = f"not stored: {error}"
+    report(f"{settings.name} was measured in {time.perf_counter() - began:.0f} s; {stored}".rstrip(".") + ".")
     return replace(known, sensitivity=found.sensitivity)
 
 
@@ -197,12 +198,12 @@ def _others(
     dtype: DTypeLike,
     quantize: str | None,
     mesh: Mesh | None,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Weights:
     """Return the weights of second models, given by names and folders, split over `mesh` if there is one."""
     weights = []
     for name, folder in beside.items():
-        tell(f"loading {name}, the small model")
+        report(f"loading {name}, the small model")
         weights.append(load_checkpoint(folder, jnp.dtype(dtype).name, quantize, stacked=_stacked(), mesh=mesh)[1])
     return tuple(weights)
 
@@ -218,7 +219,7 @@ def _check_others(
     others: Sequence[ModelConfig],
     model: ModelShape,
     tokenizer: Tokenizer,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Raise UsageError if a second model has a different tokenizer; report if it is not smaller."""
     for (name, folder), other in zip(beside.items(), others, strict=True):
@@ -228,22 +229,22 @@ def _check_others(
                 f"{name} and {settings.name} have different tokenizers; take a small model that has that of the other."
             )
         if num_weights(other) >= num_weights(model):
-            tell(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
+            report(f"{name}, the small model, has no fewer weights than {settings.name}: it will save nothing")
 
 
-def _keep_programs(folder: str | Path | None, tell: Callable[[str], None]) -> None:
+def _cache_programs(folder: str | Path | None, report: Callable[[str], None]) -> None:
     """Use a folder as the compile cache. Raises UsageError unless it is writable; the default one may fail."""
     if folder is None:
         return
     if folder != PROGRAMS:
-        if problem := keep_programs(Path(folder)):
+        if problem := cache_programs(Path(folder)):
             raise UsageError(f"compilation_cache is {folder}, {problem}; choose another folder, or None.")
         return
     try:
         own = default_folder()
-        problem = keep_programs(own)
+        problem = cache_programs(own)
     except UsageError as error:
-        tell(f"compiled programs are not kept: {error}")
+        report(f"compiled programs are not cached: {error}")
     else:
         if problem is not None:
-            tell(f"compiled programs are not kept: {own}, {problem}")
+            report(f"compiled programs are not cached: {own}, {problem}")

@@ -58,7 +58,7 @@ def decoder_config(
     platform = jax.default_backend()
     page_size = settings.page_size or DEFAULT_PAGE_SIZE.get(platform, 64)
     if num_pages is not None and num_pages < 2:
-        raise UsageError(f"num_pages is {num_pages}; it must be at least 2, for page 0 holds no text.")
+        raise UsageError(f"num_pages is {num_pages}; it must be at least 2, because page 0 is the null page.")
     batch = max(2, settings.max_num_seqs)  # XLA compiles a single row to a different, slower program
     num_slots = settings.max_resident_seqs or batch
     if num_slots < batch:
@@ -88,7 +88,7 @@ def decoder_config(
         penalties=True,
         calibration=(calibration or Calibration()).of(model),
         compression=_compression(settings, model, page_size),
-        tell_reads=settings.tell_reads,
+        trace_reads=settings.trace_reads,
         stacked=stacks.stacked_on(platform),
         num_adapters=len(settings.adapters or ()),
     )
@@ -264,7 +264,7 @@ def check_measured(name: str, config: DecoderConfig) -> None:
         own = isinstance(config.model, ModuleModel)
         command = "" if own else f", run python -m et_jax.calibrate --model {name}"
         raise UsageError(
-            f"{name} has no measured sensitivity of its heads, which this control goes by; load it under this control, "
+            f"{name} has no measured sensitivity of heads, which this control requires; load it under this control, "
             f"which measures it{command}, or choose certified."
         )
 

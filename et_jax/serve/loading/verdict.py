@@ -65,7 +65,7 @@ def verdict(settings: EngineConfig) -> list[str]:
         *(f"not chosen: {refusal}" for refusal in refusals),
         *config.left_to_xla,
         *_to_measure(settings, config, folder),
-        f"{config.num_slots} sequences of {config.max_length} tokens each; one alone may have {longest} "
+        f"{config.num_slots} sequences of {config.max_length} tokens each; a single one may have {longest} "
         f"of the {model.max_positions} that the model was made for",
         *found.table(),
         needed,

@@ -61,7 +61,7 @@ class Compressing:
 class PagePool:
     """The claims on `num_pages` pages of `page_size` tokens, including page 0, the null page, which is never claimed.
 
-    With `keep_prefixes` full pages of prompts are cached and shared, in full chunks of `chunk` tokens. Slots are the
+    With `cache_prefixes` full pages of prompts are cached and shared, in full chunks of `chunk` tokens. Slots are the
     device's slot numbers. A step produces up to `most_per_step` tokens per sequence, none of them past the point of
     its compression (`compressing`).
     """
@@ -72,12 +72,12 @@ class PagePool:
         num_pages: int,
         page_size: int,
         chunk: int,
-        keep_prefixes: bool,
+        cache_prefixes: bool,
         most_per_step: int = 1,
         compressing: Compressing | None = None,
     ) -> None:
         self._num_pages, self._page_size, self._chunk = num_pages - 1, page_size, chunk
-        self._prefixes = PrefixCache(page_size) if keep_prefixes else None
+        self._prefixes = PrefixCache(page_size) if cache_prefixes else None
         self._most_per_step, self._compressing = most_per_step, compressing
         self._claims: dict[int, Claim] = {}
 
@@ -88,7 +88,7 @@ class PagePool:
         return -(-num_tokens // self._page_size)
 
     @property
-    def num_kept(self) -> int:
+    def num_cached(self) -> int:
         """Cached prefix pages, including those that sequences share."""
         return 0 if self._prefixes is None else len(self._prefixes)
 
@@ -96,7 +96,7 @@ class PagePool:
     def num_free(self) -> int:
         """Pages neither claimed nor cached; negative while claims wait for the eviction of cached pages."""
         own = sum(self.pages_for(claim.cached) - len(claim.locked) for claim in self._claims.values())
-        return self._num_pages - self.num_kept - own
+        return self._num_pages - self.num_cached - own
 
     @property
     def num_available(self) -> int:
@@ -113,7 +113,7 @@ class PagePool:
         """Return how many tokens of a slot's sequence compression dropped."""
         return self._claims[slot].shift
 
-    def num_held(self, slot: int) -> int:
+    def num_allocated(self, slot: int) -> int:
         """Return the number of pages of a slot, including shared ones."""
         return self.pages_for(self._claims[slot].cached)
 
@@ -124,11 +124,11 @@ class PagePool:
         return self.pages_for(claim.next_tokens) - shared
 
     @property
-    def keeps_prefixes(self) -> bool:
+    def has_prefix_cache(self) -> bool:
         """Whether there is a prefix cache."""
         return self._prefixes is not None
 
-    def kept_of(self, prompt: list[int], adapter: int = 0) -> list[int]:
+    def cached_prefix(self, prompt: list[int], adapter: int = 0) -> list[int]:
         """Return the cached pages of a prompt's prefix: full chunks, without pages that a step would write."""
         if self._prefixes is None:
             return []
@@ -158,7 +158,7 @@ class PagePool:
         Returns None, without any change, while another slot is prefilling the next chunk, which will be cached soon.
         """
         claim = self._claims[slot]
-        found = self.kept_of(claim.prompt, claim.adapter)
+        found = self.cached_prefix(claim.prompt, claim.adapter)
         if self._prefixes is not None:
             end = len(found) * self._page_size + self._chunk
             alike = (other for other in self._claims.values() if other.adapter == claim.adapter)
@@ -179,7 +179,7 @@ class PagePool:
         """Record that the prompt of a slot is in the cache."""
         self._claims[slot].running = True
 
-    def keep(self, slot: int, pages: list[int]) -> list[int]:
+    def cache(self, slot: int, pages: list[int]) -> list[int]:
         """Cache the full pages of a slot's prompt, the first of `pages`; return those that were not cached yet."""
         if self._prefixes is None:
             return []
@@ -246,12 +246,12 @@ class PagePool:
         point = self._point(claim)
         end = claim.most if point is None else point
         written = min(claim.written + num_tokens, end)
-        held = self.pages_for(written - claim.shift)
-        grown = held - self.pages_for(claim.cached)
+        allocated = self.pages_for(written - claim.shift)
+        grown = allocated - self.pages_for(claim.cached)
         if point is None or written < point:
             return grown
         shared = 0 if self._prefixes is None else self._prefixes.num_shared(claim.locked)
-        return grown + max(0, self.pages_for(self._room) + shared - held)
+        return grown + max(0, self.pages_for(self._room) + shared - allocated)
 
     def shortage(self, num_steps: int) -> int:
         """Return how many pages are missing, if above 0, for `num_steps` steps of all running sequences."""
@@ -269,7 +269,7 @@ class PagePool:
 
     def forget(self) -> list[int]:
         """Drop from the prefix cache, and return, every page that no sequence has locked, to be evicted."""
-        return self._evict(self.num_kept)
+        return self._evict(self.num_cached)
 
     def _evict(self, count: int) -> list[int]:
         return self._prefixes.evict(count) if self._prefixes is not None and count > 0 else []

@@ -71,7 +71,7 @@ class Plan:
             ("step", self.step, "estimated"),
             ("in all", self.total, f"{shared}of {size_text(self.memory)} that may be used"),
         ]
-        return [f"{name:8} {size_text(size):>10}  {note}".rstrip() for name, size, note in rows]
+        return [f"{name:8} {size_text(size):>10}  {remark}".rstrip() for name, size, remark in rows]
 
 
 def plan(config: DecoderConfig, memory: int, *, num_pages: int | None = None, replicas: int = 1) -> Plan:
@@ -176,11 +176,11 @@ def _most_rows(config: DecoderConfig) -> int:
 def _refusal(config: DecoderConfig, found: Plan, num_pages: int | None) -> str:
     """Return the error message: the memory required, the memory available, and changes that each suffice."""
     dtype = config.quantize or jnp.dtype(config.weights_dtype).name
-    kept = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
+    caches = "the cache" if num_pages else f"the cache of one sequence of {config.max_length} tokens"
     times = "" if found.replicas == 1 else f", for each of {found.replicas} replicas"
     said = (
         f"This needs {size_text(found.total)} and {size_text(found.memory)} may be used: "
-        f"{size_text(found.weights)} for weights in {dtype}, {size_text(found.cache)} for {kept}, "
+        f"{size_text(found.weights)} for weights in {dtype}, {size_text(found.cache)} for {caches}, "
         f"{size_text(found.state + found.step)} for {config.num_slots} sequences at once{times}"
     )
     remedies = list(_remedies(config, found, num_pages)) or [

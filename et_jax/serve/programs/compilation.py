@@ -19,7 +19,7 @@ _BUILT = "/jax/core/compile/backend_compile_duration"
 _LOADED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 
-def keep_programs(folder: Path) -> str | None:
+def cache_programs(folder: Path) -> str | None:
     """Use a folder as JAX's persistent cache, unless the caller has configured one already.
 
     Returns None, or the reason why `folder` cannot be used. Raises UsageError if its home directory does not exist.
@@ -88,11 +88,11 @@ def _listened() -> dict[str, list[float]]:
 
     def listen(event: str, duration: float, **_: object) -> None:
         if event == _TRACED:
-            whole, start = duration, time.monotonic() - duration
+            total, start = duration, time.monotonic() - duration
             traces = vars(ended).setdefault("traces", [])  # of this thread: when each began, and what it took
             while traces and traces[-1][0] >= start:
                 duration -= traces.pop()[1]
-            traces.append((start, whole))
+            traces.append((start, total))
         if event in seconds:
             seconds[event].append(duration)
 

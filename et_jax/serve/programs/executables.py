@@ -4,7 +4,7 @@ JAX's cache key is the lowered module, and tracing and lowering take longer than
 signature (structure, shapes and placements of arguments and results, and donation) is stored under a key of everything
 that the program is compiled from (`program_key`), with the name and digest of the program, which stays in JAX's cache
 (`program_store`). Entries are read by Python's pickle, which executes what it reads, so the folder and its entries must
-belong to the user and be writable by nobody else.
+belong to the user and be writable by no other user.
 """
 
 import dataclasses
@@ -26,31 +26,31 @@ from jaxlib import xla_client
 from et_jax.decode.decoder import Decoder, Program
 from et_jax.scope import within
 from et_jax.serve.programs import compilation
-from et_jax.serve.programs.key import config_told, device_of, program_key, settings
+from et_jax.serve.programs.key import config_text, device_of, program_key, settings
 from et_jax.serve.programs.store import ProgramStore, not_own
 
 _LOG = logging.getLogger(__name__)
 _FOLDER = "calls"  # in that of the programs
 
 
-def kept(bound: Decoder) -> Decoder:
+def cached(bound: Decoder) -> Decoder:
     """Return a decoder whose programs are stored with their call signatures.
 
     Programs of a configuration without a unique key, such as one with a caller's own law, are unchanged.
     """
-    told = config_told(bound.config)
-    if told is None:
+    text = config_text(bound.config)
+    if text is None:
         return bound
     programs = {field.name: getattr(bound, field.name) for field in dataclasses.fields(bound)}
-    made = {name: Kept(one, name, told) for name, one in programs.items() if isinstance(one, Program)}
+    made = {name: CachedProgram(one, name, text) for name, one in programs.items() if isinstance(one, Program)}
     variants = {
-        variant: Kept(one, f"decode {variant}", told) if isinstance(one, Program) else one
+        variant: CachedProgram(one, f"decode {variant}", text) if isinstance(one, Program) else one
         for variant, one in bound.variants.items()
     }
     return dataclasses.replace(bound, **made, variants=variants)
 
 
-class Kept(Program):
+class CachedProgram(Program):
     """A program that is loaded without tracing if an earlier process has stored it; otherwise compiled and stored.
 
     Arguments are arrays on the same device, and numpy values. With other arguments, within transformations of JAX, or
@@ -90,15 +90,15 @@ class Kept(Program):
         wanted = self._want(arguments)
         if wanted is None:
             return lambda: None
-        told, described = within(settings)(), jax.tree.map(_described, arguments)
+        current, described = within(settings)(), jax.tree.map(_described, arguments)
 
         def make() -> None:
-            if within(settings)() == told:  # else this thread would compile a different program
+            if within(settings)() == current:  # else this thread would compile a different program
                 self._make(wanted, described)
 
         return make
 
-    def is_kept(self, *arguments: Any) -> bool:
+    def is_cached(self, *arguments: Any) -> bool:
         """Return whether an earlier process has stored the program for such arguments."""
         wanted = self._want(arguments)
         calls = None if wanted is None else _own(wanted.store.folder / _FOLDER)
@@ -127,7 +127,7 @@ class Kept(Program):
                     compiled = self.jitted.lower(*arguments).compile()
                 found = compiled, time.monotonic() - began
                 if calls is not None:
-                    _keep(calls, wanted, *found, names)
+                    _store_call(calls, wanted, *found, names)
             compiled, self.seconds = found
             self._ready = {wanted.key: compiled} | self._ready
         return compiled
@@ -195,8 +195,8 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         program = self._store.get(name)
         if program is None or _digest(program) != digest:
             raise _GoneError
-        whole = compilation_cache.decompress_executable(program)
-        executable, _ = compilation_cache.extract_executable_and_time(whole)
+        serialized = compilation_cache.decompress_executable(program)
+        executable, _ = compilation_cache.extract_executable_and_time(serialized)
         return self.backend.deserialize_executable(executable, executable_devices=self.execution_devices)
 
 
@@ -208,7 +208,7 @@ def _digest(program: bytes) -> bytes:
     return hashlib.blake2b(program, digest_size=32).digest()
 
 
-def _keep(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
+def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
     """Store the call signature of a program, which JAX requested from its cache by the last of these names.
 
     The compilation time is stored with it.
@@ -238,7 +238,7 @@ def _loaded(calls: ProgramStore, wanted: _Wanted) -> tuple[jax.stages.Compiled, 
     except _GoneError:
         return None
     except Exception as error:  # pickle and the device's runtime may raise anything
-        _LOG.warning(f"A kept program cannot be loaded ({type(error).__name__}: {error}); it is compiled anew.")
+        _LOG.warning(f"A cached program cannot be loaded ({type(error).__name__}: {error}); it is compiled anew.")
         return None
     compilation.count_loaded(time.monotonic() - began)
     return loaded, seconds

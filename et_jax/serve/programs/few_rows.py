@@ -15,24 +15,24 @@ from et_jax.decode.config import Variant
 from et_jax.decode.decoder import Decoder
 from et_jax.io import later
 from et_jax.models.module import ModuleModel
-from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.executables import CachedProgram
 
 _LOG = logging.getLogger(__name__)
 
 
 class FewRows:
-    """The programs with fewer rows than the full program `whole` of a decoder. Only CPUs have them.
+    """The programs with fewer rows than the full program `full` of a decoder. Only CPUs have them.
 
     There are none for a caller's own module, whose products may round differently over fewer rows, and none if programs
     cannot be stored.
     """
 
-    def __init__(self, decoder: Decoder, whole: Variant, platform: str) -> None:
-        self._whole = decoder.variants[whole]
-        self._programs: Mapping[int, Kept] = {}
+    def __init__(self, decoder: Decoder, full: Variant, platform: str) -> None:
+        self._full = decoder.variants[full]
+        self._programs: Mapping[int, CachedProgram] = {}
         if platform == "cpu" and not isinstance(decoder.config.model, ModuleModel):
-            few = {v.rows: one for v, one in decoder.variants.items() if v._replace(rows=whole.rows) == whole != v}
-            self._programs = {rows: one for rows, one in sorted(few.items()) if isinstance(one, Kept)}
+            few = {v.rows: one for v, one in decoder.variants.items() if v._replace(rows=full.rows) == full != v}
+            self._programs = {rows: one for rows, one in sorted(few.items()) if isinstance(one, CachedProgram)}
         self._missed = dict.fromkeys(self._programs, 0.0)  # seconds of bursts that each could have run
         self._made: dict[int, Future[object]] = {}
 
@@ -48,7 +48,7 @@ class FewRows:
                 return rows
         return None
 
-    def note(self, running: int, rows: int, seconds: float, *asked: Any) -> None:
+    def record(self, running: int, rows: int, seconds: float, *asked: Any) -> None:
         """Record the seconds of a burst of `running` sequences in `rows`; start compiling a smaller program if due.
 
         It is compiled for the arguments `asked`.
@@ -58,8 +58,8 @@ class FewRows:
             return
         program, first = self._programs[wanted], not self._missed[wanted]
         self._missed[wanted] += seconds
-        price = self._whole.seconds if isinstance(self._whole, Kept) else None
-        if (price is not None and self._missed[wanted] >= price) or (first and program.is_kept(*asked)):
+        price = self._full.seconds if isinstance(self._full, CachedProgram) else None
+        if (price is not None and self._missed[wanted] >= price) or (first and program.is_cached(*asked)):
             worker = later.worker(lasting=False)
             self._made[wanted] = worker.submit(self._make, wanted, program.ahead(*asked))
             worker.shutdown(wait=False)

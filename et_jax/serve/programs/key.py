@@ -32,7 +32,7 @@ class UnknownError(Exception):
     """A value without a unique description."""
 
 
-def config_told(config: DecoderConfig) -> str | None:
+def config_text(config: DecoderConfig) -> str | None:
     """Return a unique description of a configuration: its fields, but only the structure of its controller.
 
     None if the package's sources changed since the process began, or a part of the configuration is unknown.
@@ -68,14 +68,14 @@ def device_of(leaves: Sequence[Any]) -> Any:
 def program_key(name: str, config: str, structure: Any, leaves: Sequence[Any], device: Any) -> str | None:
     """Return the key of a program of this name and configuration, for the arguments of a tree on a device.
 
-    `config` is the result of `config_told`.
+    `config` is the result of `config_text`.
     """
     try:
         arguments = _structure(structure), tuple(map(_shape, leaves))
     except UnknownError:
         return None
-    told = repr((name, config, _machine(device), settings(), arguments))
-    return f"{name}-{hashlib.blake2b(told.encode(), digest_size=32).hexdigest()}"
+    text = repr((name, config, _machine(device), settings(), arguments))
+    return f"{name}-{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
 
 
 @functools.cache
@@ -91,8 +91,8 @@ def _machine(device: Any) -> tuple[Any, ...]:
 def settings() -> tuple[str, ...]:
     """Return every setting of JAX in this thread, except those of caches and transfer guards."""
     known = sorted(jax.config.values.items())  # of the process; as attributes, some differ in a thread
-    told = [(name, value) for name, value in known if "cache" not in name and "guard" not in name]
-    return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in told)
+    known = [(name, value) for name, value in known if "cache" not in name and "guard" not in name]
+    return tuple(f"{name}={getattr(jax.config, name, value)!r}" for name, value in known)
 
 
 def _shape(leaf: Any) -> tuple[Any, ...]:

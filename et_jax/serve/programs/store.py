@@ -37,7 +37,7 @@ class ProgramStore:
         self._path = self.folder = folder  # the first is what JAX names in its log
         self._own, self._most_bytes = own, most_bytes
         self._unchecked = math.inf  # bytes written since the folder was last measured
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._here = threading.local()
 
     def get(self, key: str) -> bytes | None:
@@ -46,15 +46,15 @@ class ProgramStore:
             asked.append(key)
         entry = self._entry(key)
         try:
-            kept = self._read(entry)
+            entry_bytes = self._read(entry)
         except FileNotFoundError:
             return None
         except OSError:  # a folder, or not readable
-            kept = b""
-        digest, program = kept[:_DIGEST], kept[_DIGEST:]
+            entry_bytes = b""
+        digest, program = entry_bytes[:_DIGEST], entry_bytes[_DIGEST:]
         if digest == _digest(key, program):
             return program
-        self._tell(f"A compiled program in {self.folder} is damaged; such programs are compiled and kept anew.")
+        self._warn(f"A compiled program in {self.folder} is damaged; such programs are compiled and stored anew.")
         with contextlib.suppress(OSError):  # another process may have been faster
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         return None
@@ -72,7 +72,7 @@ class ProgramStore:
                 with contextlib.suppress(OSError):
                     beside.unlink()
             reason = error.strerror or error
-            self._tell(f"Compiled programs cannot be kept in {self.folder} ({reason}); make room, or name another.")
+            self._warn(f"Compiled programs cannot be stored in {self.folder} ({reason}); make room, or name another.")
         else:
             self._unchecked += len(program) + _DIGEST
             if self._unchecked > self._most_bytes / _CHECKS:
@@ -120,9 +120,9 @@ class ProgramStore:
     def _entry(self, key: str) -> Path:
         return self.folder / f"{key}.program"
 
-    def _tell(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
             _LOG.warning(sentence)
 
 
@@ -140,9 +140,9 @@ def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None
     if not is_kind(about.st_mode):
         return "it is something else"
     if not hasattr(os, "geteuid"):
-        return "this system tells no owner"
+        return "this system reports no owner"
     if about.st_uid != os.geteuid():
-        return "it belongs to somebody else"
+        return "it belongs to another user"
     return "others may write to it" if about.st_mode & 0o022 else None
 
 

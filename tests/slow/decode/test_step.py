@@ -48,7 +48,7 @@ def opened_blocks(length_of_prompt: int):
 
 def test_text_from_selected_blocks_equals_the_dense_model_with_the_others_masked():
     """What is reported as read is, layer by layer and head by head, what the selectors open."""
-    d, c = decoding.decoder(replace(made("sparse").config, tell_reads=True)), MODEL
+    d, c = decoding.decoder(replace(made("sparse").config, trace_reads=True)), MODEL
     rows = paged_texts(d, weights(), temperature=0.0)
     assert texts(rows) != texts(paged_texts(made("plain"), weights(), temperature=0.0))
     for slot, tokens in PROMPTS.items():

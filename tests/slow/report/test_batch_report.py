@@ -10,7 +10,8 @@ from browser import Look, browsing
 from samples import row, sample, write
 
 from et_jax.errors import UsageError
-from et_jax.report.batch import EACH, MEASURES, Body, Entropic, Extremes, Usage, read_rows, write_batch_report
+from et_jax.report.batch import EACH, MEASURES, Extremes, write_batch_report
+from et_jax.report.rows import Body, Entropic, Usage, read_rows
 
 ERROR = {"id": "batch_req_bad", "custom_id": None, "response": None, "error": {"code": "failed", "line": 3}}
 

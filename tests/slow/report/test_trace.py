@@ -115,7 +115,7 @@ def test_a_run_that_was_cut_off_anywhere_is_read_up_to_there(file):
     for size in near - {len(data) + 1}:
         file.write_bytes(data[:size])
         if size < header - 1:  # a line is there with its last brace
-            with pytest.raises(UsageError, match=r"is empty or holds no complete line; write it again with --trace\.$"):
+            with pytest.raises(UsageError, match=r"is empty or has no complete line; write it again with --trace\.$"):
                 read_trace(file)
             continue
         there = [line for line, after in zip(of_lines, lengths, strict=True) if size >= after - 1]
@@ -147,7 +147,7 @@ END = {"finish_reason": "stop", "error": None, "prompt_read": None, "tokens_left
         ([HEADER, '{"index": 0, "to', ROW], "FILE, line 2 is damaged: it is no JSON; "),
         ([HEADER, ROW, [1]], "FILE, line 3 is damaged: it is no JSON object; "),
         ([HEADER, ROW | {"index": 2}], "FILE, line 2: the field index is no number below n = 2; "),
-        ([HEADER, '{"index": 0, "cost": 1e999}'], "FILE, line 2 holds 1e999, which is no finite number; "),
+        ([HEADER, '{"index": 0, "cost": 1e999}'], "FILE, line 2 contains 1e999, which is no finite number; "),
         ([HEADER, {"index": 0, "end": END}, ROW], "FILE, line 3 comes after the end of continuation 0; "),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_stream_that_is_collected_takes_no_lock_and_leaves_nothing(served, exp
     try:
         stream = dropped(served)
         with contextlib.ExitStack() as held:
-            for lock in (*(replica.lock for replica in replicas.replicas), replicas.queue.lock, served._lock):
+            for lock in (*(replica.lock for replica in replicas.replicas), replicas.queue.lock, served._decoders.lock):
                 held.enter_context(lock)
             assert stream() is not None
             gc.collect()

@@ -47,7 +47,7 @@ def test_adaptive_measures_a_model_once_and_keeps_it(unmeasured, tmp_path):
     model = et_jax.load(str(unmeasured), progress=said.append, **SIZES)
     assert any("row 2 of 2" in line for line in said)
     [kept] = (tmp_path / "cache/et_jax/calibrations").iterdir()
-    assert any(f"kept in {kept}" in line for line in said)
+    assert any(f"stored in {kept}" in line for line in said)
     assert model.decoder_config.calibration.temperature == 1.0 and (sensitivity(model) > 0).all()
     assert model.generate("It was", max_tokens=3)[0].finish_reason == "length"
     said.clear()
@@ -75,7 +75,7 @@ def test_a_module_is_measured_for_the_run(monkeypatch):
     own = {"config": ModuleConfig(max_positions=LENGTH), "tokenizer": tokenizer, "progress": said.append}
     model = et_jax.load(module, page_size=8, prefill_batch=32, **own, **SIZES)
     assert (sensitivity(model) > 0).all()
-    assert "ModuleConfig(calibration=...) keeps it." in "".join(said)
+    assert "ModuleConfig(calibration=...) reuses it." in "".join(said)
 
 
 def test_the_command_measures_and_writes(unmeasured, tmp_path, capfd):

@@ -83,7 +83,7 @@ def test_a_completion_has_the_same_bits_in_a_program_of_few_rows(monkeypatch):
         return done, model.metrics.steps - steps, model.metrics.step_rows - rows
 
     with monkeypatch.context() as patch:
-        patch.setattr(FewRows, "note", lambda *_: None)  # or programs that an earlier run has kept are made at once
+        patch.setattr(FewRows, "record", lambda *_: None)  # or programs that an earlier run has kept are made at once
         expected, steps, rows = ran(asked)
     assert rows == 8 * steps
     model.decoder().decode.seconds = 0.0  # no longer than the bursts of few sequences took

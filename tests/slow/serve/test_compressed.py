@@ -22,7 +22,7 @@ SMALL = SIZES | {"page_size": 4, "cache_budget": 36, "max_model_len": 256, "num_
 
 @pytest.fixture(scope="module")
 def model():
-    return engine.load(**SMALL, tell_reads=True)
+    return engine.load(**SMALL, trace_reads=True)
 
 
 def test_the_cache_of_a_long_sequence_stays_small_and_changes_what_is_written(model):
@@ -47,7 +47,7 @@ def test_a_sequence_longer_than_the_pool_is_served(model):
     request = asked(model.tokenizer, 1, longer=12, max_tokens=200)
     [done] = model.generate(request)
     assert all(sum(map(sum, row.reads)) == row.blocks_read for row in done.trace)
-    short = engine.load(**SMALL | {"num_pages": 16}, tell_reads=True)
+    short = engine.load(**SMALL | {"num_pages": 16}, trace_reads=True)
     assert [bits(one) for one in short.generate(request * 2)] == [bits(done)] * 2
     assert short.metrics.preemptions > 0
     assert_balanced(short)

@@ -52,7 +52,7 @@ def opened(**settings) -> engine.Model:
 def test_completions_and_what_every_head_read_are_those_without_drafts():
     """The lookup drafts first, a model where it finds nothing; the control leaves blocks unread."""
     control = preset("certified", min_blocks=1, window=4, tolerance=0.5)
-    settings = {"control": control, "page_size": 4, "num_pages": 161, "tell_reads": True}
+    settings = {"control": control, "page_size": 4, "num_pages": 161, "trace_reads": True}
     settings |= {"replicas": 2, "name": "bundled"}
     expected = opened(**settings).generate(asked())
     model = opened(draft="lookup+bundled-small", draft_tokens=4, draft_length="entropy", **settings)
@@ -86,7 +86,7 @@ def test_laws_set_by_the_clock_steer_how_much_is_drafted_and_no_completion(for_i
     for name, cost in (("free", 0.0), ("dear", 1.0)):
         times = StepTimes(plain=1.0, plain_cached=0.0, drafted=cost, drafted_cached=0.0, row=cost, row_cached=0.0)
         laws = Drafting(length=RooflineLength(times, 1.0, widths=(4.0,)), drafter=Pruned(), most=4).laws
-        monkeypatch.setattr(StepClock, "note", lambda *_, laws=laws: laws)
+        monkeypatch.setattr(StepClock, "record", lambda *_, laws=laws: laws)
         model.generate("It was late in", max_tokens=150, ignore_eos=True)  # in which the laws are set
         before = model.metrics.drafted_tokens
         found[name] = without_drafts(model.generate(requests)), model.metrics.drafted_tokens - before

@@ -49,7 +49,7 @@ def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkey
         submit(sequence, fragile)
 
     torn_where(monkeypatch, Sequence, "asked", lambda sequence, _: sequence.request.params.seed == 1)
-    torn_where(monkeypatch, replica.pool, "begin", lambda slot: replica.slots[slot].request.params.seed == 2)
+    torn_where(monkeypatch, replica.pool, "begin", lambda slot: replica.slots.sequences[slot].request.params.seed == 2)
     monkeypatch.setattr(replica.queue, "submit", submit_fragile)
     done = served.generate(requests)
     for number, (one, other) in enumerate(zip(done, expected, strict=True)):

@@ -54,7 +54,7 @@ def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(two_slots, exp
         first.advance()
     assert 0 < len(events) < PARAMS.max_tokens
     with queue.lock:
-        first._preempt(sequence)
+        first.slots.preempt(sequence)
     while not replicas.idle:
         second.advance()
     assert list(events[-1].completion.token_ids) == expected[0]

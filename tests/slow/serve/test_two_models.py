@@ -44,7 +44,7 @@ def test_both_speak_and_every_request_has_its_own_bound(guarded):
     assert any(0 < share < 1 for share in shares[:4]) and shares[-1] == 1.0
     said = sum(row.by_small for done in together for row in done.trace)
     assert 0 < guarded.metrics.small_tokens == said < guarded.metrics.generated_tokens
-    assert any("takes turns with bundled-small" in line for line in guarded.describe())
+    assert any("alternates with bundled-small" in line for line in guarded.describe())
 
 
 def test_a_model_that_does_not_fit_the_other_is_refused(tmp_path):

@@ -50,7 +50,7 @@ def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
     before = live()
     with reopened(two_slots, replicas=2) as own:
         copied = jax.tree.map(jnp.copy, two_slots.weights)
-        own._weights = copied
+        own._decoders._weights = copied
         del copied
         own.generate(PROMPTS, PARAMS)
         open_stream, unbegun = own.stream(PROMPTS, max_tokens=60, ignore_eos=True), own.stream(PROMPTS, PARAMS)
@@ -108,7 +108,7 @@ def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_
         patch.setattr(Replicas, "warm_up", lambda *_: own.close())
         with pytest.raises(UsageError, match=CLOSED):
             own.generate(PROMPTS, PARAMS)
-    assert live() == before and not own._replicas
+    assert live() == before and not own._decoders.serving
     own = reopened(two_slots)
     [replica] = own.replicas().replicas
     decode = replica._decode

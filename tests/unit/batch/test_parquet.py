@@ -57,7 +57,7 @@ def test_columns_without_a_value_ask_for_nothing(tmp_path):
     [
         ({"max_tokens": [3.0, 2.5]}, "max_tokens is 2.5"),
         ({"temperature": [0.5, math.inf]}, "Infinity is no number"),
-        ({"prompt": pyarrow.array([b"a", b"\xff\xfe"], pyarrow.binary())}, "prompt holds bytes that are no UTF-8"),
+        ({"prompt": pyarrow.array([b"a", b"\xff\xfe"], pyarrow.binary())}, "prompt contains bytes that are no UTF-8"),
         ({"metadata": pyarrow.array([[("x", "1")], [("x", "1"), ("x", "2")]], MAP)}, 'has the key "x" twice'),
     ],
 )

@@ -131,7 +131,7 @@ REFUSED = [
     ({"prompt": "a", "logit_bias": {"x": 1}}, "it must map token ids to numbers"),
     ({"prompt": "a", "logit_bias": [5]}, "logit_bias is [5]; it must map token ids to numbers"),
     ({"prompt": "a", "logit_bias": {"5": "x"}}, "it must map token ids to numbers"),
-    ({"prompt": "a", "logit_bias": {"5": 10**400}}, "logit_bias holds a number beyond all bounds"),
+    ({"prompt": "a", "logit_bias": {"5": 10**400}}, "logit_bias contains a number beyond all bounds"),
     ({"prompt": "a", "logit_bias": {"5": 1, "05": 2}}, "it must name each token once"),
     ({"prompt": "a", "bad_words": "x"}, 'bad_words is "x"; it must be a list of texts'),
     ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens is 9; it must be at most max_tokens, 3."),

@@ -129,7 +129,7 @@ ONE_OF_EACH = {
     "small": ["bundled-small"],
     "lazy_prefill": [True],
     "audit": [True],
-    "tell_reads": [True],
+    "trace_reads": [True],
     "cache_budget": [40, named("random", 40)],
     "cache_policy": ["snapkv", "streaming", "pyramidkv"],
 }

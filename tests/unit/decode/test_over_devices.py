@@ -59,7 +59,7 @@ def drawn(model: ModelConfig, stacked: bool) -> Params:
 
 def decoded(model: ModelConfig, controller: Controller, stacked: bool, mesh: Mesh | None) -> dict[str, np.ndarray]:
     """The greedy texts of three sequences, and of every step the logits, what was read, and what was observed."""
-    sizes = {"num_pages": 49, "keep": frozenset({"logits"}), "tell_reads": True}
+    sizes = {"num_pages": 49, "keep": frozenset({"logits"}), "trace_reads": True}
     d = decoder(configuration(model=model, controller=controller, stacked=stacked, mesh=mesh, **sizes))
     params = drawn(model, stacked)
     if mesh is not None:

@@ -44,7 +44,7 @@ def shown_by(show: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> str:
 def test_escapes_go_to_terminals_that_take_them(environment, expected, monkeypatch):
     def show() -> None:
         status = Status()
-        status.tell("loading")
+        status.show("loading")
         status.clear()
         with Bar(2), Progress(2, 0) as progress:
             progress.show(1, 1, 1)

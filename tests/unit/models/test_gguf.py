@@ -16,7 +16,7 @@ from places import GOLDEN
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import read_gguf
-from et_jax.io.schema import read_json
+from et_jax.io.json_files import read_json
 from et_jax.models.checkpoint import load, loaded_dtype, read_config, remarks, write_hugging_face
 from et_jax.models.families.registry import from_hugging_face
 from et_jax.models.gguf import config_values

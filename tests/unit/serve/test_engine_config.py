@@ -7,6 +7,7 @@ import pytest
 
 from et_jax import generate
 from et_jax.cli import flags
+from et_jax.commands.settings import engine
 from et_jax.control.controller import Controller
 from et_jax.control.experts import Mass
 from et_jax.control.presets import PRESETS, preset
@@ -26,7 +27,7 @@ def test_load_takes_every_setting_under_its_name_with_its_default():
     assert taken == {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
 
-WRITE_FIRST = "draft is self+lookup; the lookup is asked first, so write lookup+self."
+WRITE_FIRST = "draft is self+lookup; the lookup drafts first, so write lookup+self."
 NO_TOLERANCE = "has no tolerance; choose one of paper, guarded, certified, adaptive to set it."
 NO_PRESET = "window is a knob of presets, and control is a Controller that no preset made"
 
@@ -83,7 +84,7 @@ def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
 
 def test_the_command_line_fills_in_what_it_has():
     def settings(*more: str) -> EngineConfig:
-        return generate._engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
+        return engine(generate.parser().parse_args(["--prompt", "a", *more]), 5, preset("off"))
 
     asked = settings("--page-size", "32", "--replicas", "2", "--max-num-batched-tokens", "64")
     expected = {"page_size": 32, "replicas": 2, "max_num_batched_tokens": 64, "max_num_seqs": 5}

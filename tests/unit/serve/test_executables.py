@@ -25,7 +25,7 @@ from et_jax.io import own_sources
 from et_jax.scope import own_settings
 from et_jax.serve.programs import compilation, executables
 from et_jax.serve.programs import key as program_key
-from et_jax.serve.programs.executables import Kept
+from et_jax.serve.programs.executables import CachedProgram
 from et_jax.serve.programs.store import ProgramStore
 from et_jax.types import static, value
 
@@ -47,7 +47,7 @@ class Programs:
     def __init__(self) -> None:
         self.num_traced = 0
 
-    def start(self, told: str = "a configuration", name: str = "step") -> Kept:
+    def start(self, told: str = "a configuration", name: str = "step") -> CachedProgram:
         """Return the program as a process finds it that has called nothing yet."""
         jax.clear_caches()
 
@@ -55,7 +55,7 @@ class Programs:
             self.num_traced += 1
             return dataclasses.replace(pair, x=jnp.sin(pair.x) ** pair.power, y=pair.y + by), jnp.sum(pair.x)
 
-        return Kept(Program(jax.jit(step, donate_argnums=0)), name, told)
+        return CachedProgram(Program(jax.jit(step, donate_argnums=0)), name, told)
 
 
 def given(numbers=NUMBERS, power: int = 3) -> Pair:
@@ -63,7 +63,7 @@ def given(numbers=NUMBERS, power: int = 3) -> Pair:
     return Pair(x=jax.device_put(numbers, device), y=jax.device_put(np.int32(4), device), power=power)
 
 
-def bits(program: Kept, pair: Pair | None = None) -> tuple[bytes, ...]:
+def bits(program: CachedProgram, pair: Pair | None = None) -> tuple[bytes, ...]:
     """Call a program, and return every bit of what it gives."""
     return bits_of(program(given() if pair is None else pair, np.int32(2)))
 
@@ -77,7 +77,7 @@ def programs(unset, tmp_path, monkeypatch):
     """Starts with a folder of their own, of a package that was not changed, and has `Pair`."""
     monkeypatch.setattr(own_sources, "IMPORTED", time.time() + 1e6)
     monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN | {__name__})
-    assert compilation.keep_programs(tmp_path / "programs") is None
+    assert compilation.cache_programs(tmp_path / "programs") is None
     yield Programs()
     own_sources.digest.cache_clear()
     program_key._machine.cache_clear()
@@ -186,7 +186,7 @@ def test_a_folder_that_is_not_the_user_s_own_is_left_alone(programs, calls, capl
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 12345)
         assert bits(programs.start()) == expected and programs.num_traced == 3
-        assert "belongs to somebody else" in caplog.messages[-1]
+        assert "belongs to another user" in caplog.messages[-1]
     assert {entry: entry.read_bytes() for entry in calls.iterdir()} == entries
     for entry in entries:
         entry.unlink()
@@ -244,11 +244,11 @@ def test_a_configuration_is_told_by_all_but_the_numbers_of_its_laws(programs):
         configuration(controller=Controller(refresh_every=2)),
         configuration(model=dataclasses.replace(plain.model, norm_eps=2e-5)),
     ]
-    told = [program_key.config_told(one) for one in (plain, *others)]
+    told = [program_key.config_text(one) for one in (plain, *others)]
     assert None not in told and len(set(told)) == len(told)
-    assert program_key.config_told(configuration()) == told[0]
+    assert program_key.config_text(configuration()) == told[0]
     numbers = [preset("certified", tolerance=0.01), preset("certified", tolerance=0.02)]
-    assert len({program_key.config_told(configuration(controller=one)) for one in numbers}) == 1
+    assert len({program_key.config_text(configuration(controller=one)) for one in numbers}) == 1
 
 
 def own_law(signals, state):
@@ -259,16 +259,16 @@ def test_what_a_caller_wrote_cannot_be_told(programs, monkeypatch):
     monkeypatch.setattr(program_key, "_KNOWN", program_key._KNOWN - {__name__})
     for law in (own_law, lambda signals, state: state):
         config = configuration(controller=Controller(law=as_value(law)))
-        assert program_key.config_told(config) is None
+        assert program_key.config_text(config) is None
         bound = decoder(config)
-        assert executables.kept(bound) is bound
-    assert program_key.config_told(configuration(draft=Drafting(drafter=lambda text, newest, most: text))) is None
+        assert executables.cached(bound) is bound
+    assert program_key.config_text(configuration(draft=Drafting(drafter=lambda text, newest, most: text))) is None
     drafted = configuration(draft=Drafting())
-    assert program_key.config_told(drafted) is not None
+    assert program_key.config_text(drafted) is not None
     with monkeypatch.context() as patch:  # the decoder has the package's own, and another stands under its name
         patch.setattr(drafting, "lookup", own_law)
-        assert program_key.config_told(drafted) is None
-    assert isinstance(executables.kept(decoder(configuration())).step, Kept)
+        assert program_key.config_text(drafted) is None
+    assert isinstance(executables.cached(decoder(configuration())).step, CachedProgram)
     own_sources.digest.cache_clear()
     monkeypatch.setattr(own_sources, "IMPORTED", 0.0)  # before every source
-    assert program_key.config_told(configuration()) is None
+    assert program_key.config_text(configuration()) is None

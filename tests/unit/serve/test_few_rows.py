@@ -27,7 +27,7 @@ class Served:
     def burst(self, running: int, seconds: float) -> int:
         """Run one that takes so long, and return its rows."""
         rows = self.few.chosen(running) or 16
-        self.few.note(running, rows, seconds, "weights", "state")
+        self.few.record(running, rows, seconds, "weights", "state")
         return rows
 
     def made(self, program: Promised) -> None:

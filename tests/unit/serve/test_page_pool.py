@@ -47,7 +47,7 @@ class Pool(RuleBasedStateMachine):
             num_pages=PAGES,
             page_size=SIZE,
             chunk=CHUNK,
-            keep_prefixes=True,
+            cache_prefixes=True,
             most_per_step=MOST_PER_STEP,
             compressing=compressing(self.room) if self.room else None,
         )
@@ -161,7 +161,7 @@ class Pool(RuleBasedStateMachine):
             return
         self.pool.run(slot)
         self.running.add(slot)
-        fresh = self.pool.keep(slot, self.table.pages[slot].tolist())
+        fresh = self.pool.cache(slot, self.table.pages[slot].tolist())
         full = dict(zip(self.table.pages[slot].tolist(), self.beginnings(slot, 1), strict=False))
         assert fresh == [page for page, beginning in full.items() if beginning not in self.kept.values()]
         self.kept |= {page: full[page] for page in fresh}
@@ -240,13 +240,13 @@ class Pool(RuleBasedStateMachine):
         expected = np.bincount(held[held > 0], minlength=PAGES)
         expected[list(self.kept)] += 1
         np.testing.assert_array_equal(self.table.references, expected)
-        assert self.pool.num_kept == len(self.kept)
+        assert self.pool.num_cached == len(self.kept)
 
     @invariant()
     def slots_hold_the_pages_of_what_is_written(self):
         held = [self.blocks(self.cached(slot)) for slot in range(SLOTS)]
         assert self.table.num_blocks.tolist() == held
-        assert all(self.pool.num_held(slot) == held[slot] for slot in self.prompt)
+        assert all(self.pool.num_allocated(slot) == held[slot] for slot in self.prompt)
         assert all(self.pool.written(slot) == self.written.get(slot, 0) for slot in self.prompt)
         assert all(self.pool.left_out(slot) == self.shift.get(slot, 0) for slot in self.prompt)
 
@@ -302,7 +302,7 @@ def test_the_least_recently_used_goes_first_its_end_before_its_beginning_and_wha
 
 
 def test_pages_of_one_adapter_serve_no_other():
-    pool = PagePool(num_pages=20, page_size=2, chunk=2, keep_prefixes=True)
+    pool = PagePool(num_pages=20, page_size=2, chunk=2, cache_prefixes=True)
     prompt = [1, 2, 3, 4, 5]
 
     def served(slot: int, adapter: int, pages: list[int]) -> list[int] | None:
@@ -311,7 +311,7 @@ def test_pages_of_one_adapter_serve_no_other():
         if found is not None:
             pool.write(slot, len(prompt) - 1 - 2 * len(found))
             pool.run(slot)
-            pool.keep(slot, pages)
+            pool.cache(slot, pages)
             pool.release(slot)
         return found
 
@@ -319,4 +319,4 @@ def test_pages_of_one_adapter_serve_no_other():
     assert pool.begin(0) == [] and served(1, 2, [11, 12]) == []  # it does not wait for the other's
     pool.release(0)
     assert [served(0, adapter, [13, 14]) for adapter in (2, 1, 0)] == [[11, 12], [], []]
-    assert [pool.kept_of(prompt, adapter) for adapter in (1, 2, 3)] == [[13, 14], [11, 12], []]
+    assert [pool.cached_prefix(prompt, adapter) for adapter in (1, 2, 3)] == [[13, 14], [11, 12], []]

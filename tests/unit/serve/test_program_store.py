@@ -12,9 +12,9 @@ import pytest
 
 from et_jax.errors import UsageError
 from et_jax.serve.config import EngineConfig
-from et_jax.serve.loading.opened import _keep_programs
+from et_jax.serve.loading.opened import _cache_programs
 from et_jax.serve.programs import store as program_store
-from et_jax.serve.programs.compilation import default_folder, keep_programs
+from et_jax.serve.programs.compilation import cache_programs, default_folder
 
 FOLDER = "jax_compilation_cache_dir"
 
@@ -29,7 +29,7 @@ def run() -> None:
 
 def test_what_is_damaged_is_removed_and_kept_anew_with_one_sentence(unset, tmp_path, caplog):
     folder = tmp_path / "programs"
-    assert keep_programs(folder) is None
+    assert cache_programs(folder) is None
     run()
     one, other, *_ = entries = sorted(folder.iterdir())
     whole = {entry.name: entry.read_bytes() for entry in entries}
@@ -63,7 +63,7 @@ def test_what_is_damaged_is_removed_and_kept_anew_with_one_sentence(unset, tmp_p
         store = program_store.ProgramStore(folder)
         assert all(store.get(entry.name.removesuffix(".program")) for entry in entries)
     [line] = caplog.messages
-    assert line == f"A compiled program in {folder} is damaged; such programs are compiled and kept anew."
+    assert line == f"A compiled program in {folder} is damaged; such programs are compiled and stored anew."
 
 
 def test_a_full_disk_keeps_nothing_of_a_program_and_says_so_once(tmp_path, caplog):
@@ -78,7 +78,7 @@ def test_a_full_disk_keeps_nothing_of_a_program_and_says_so_once(tmp_path, caplo
     assert [entry.name for entry in tmp_path.iterdir()] == ["before.program"]
     assert (store.get("before"), store.get("one")) == (b"whole", None)
     [line] = caplog.messages
-    assert line.startswith(f"Compiled programs cannot be kept in {tmp_path} (File too large)")
+    assert line.startswith(f"Compiled programs cannot be stored in {tmp_path} (File too large)")
     store.put("one", b"x" * 2000)
     assert store.get("one") == b"x" * 2000
 
@@ -104,7 +104,7 @@ def test_what_was_used_last_the_longest_ago_makes_room_and_what_was_left_half_wr
 
 def test_a_folder_that_the_program_around_chose_is_jax_s_own(unset, tmp_path):
     jax.config.update(FOLDER, str(tmp_path / "theirs"))
-    assert keep_programs(tmp_path / "ours") is None
+    assert cache_programs(tmp_path / "ours") is None
     run()
     assert not (tmp_path / "ours").exists()
     assert {entry.suffix for entry in (tmp_path / "theirs").iterdir()} == {""}
@@ -125,8 +125,8 @@ def test_the_default_folder_is_the_user_s_cache_or_none(unset, tmp_path, monkeyp
         if expected.startswith("/"):
             assert str(default_folder()) == expected
             continue
-        _keep_programs(EngineConfig().compilation_cache, told.append)
-        assert told[-1].startswith("compiled programs are not kept: ~/.cache") and expected in told[-1]
+        _cache_programs(EngineConfig().compilation_cache, told.append)
+        assert told[-1].startswith("compiled programs are not cached: ~/.cache") and expected in told[-1]
         with pytest.raises(UsageError, match=f"~/mine begins with a home, and {expected}"):
-            _keep_programs("~/mine", told.append)
+            _cache_programs("~/mine", told.append)
         assert getattr(jax.config, FOLDER) is None and not list(tmp_path.iterdir())

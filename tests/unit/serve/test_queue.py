@@ -10,7 +10,7 @@ from et_jax.serve.sequence import Sequence, Status
 
 @pytest.fixture
 def pool():
-    return PagePool(num_pages=101, page_size=4, chunk=4, keep_prefixes=False)
+    return PagePool(num_pages=101, page_size=4, chunk=4, cache_prefixes=False)
 
 
 def submitted(queue: Queue, count: int) -> list[Sequence]:
@@ -49,6 +49,6 @@ def test_one_that_comes_back_keeps_its_turn_and_goes_first(pool):
     queue.waiting.append(first)
     assert queue.admit(0, 2, pool) == [first, second]
     assert (first.turn, second.turn) == (0, 1) and first.admitted == since
-    few = PagePool(num_pages=3, page_size=1, chunk=1, keep_prefixes=False)
+    few = PagePool(num_pages=3, page_size=1, chunk=1, cache_prefixes=False)
     waiting = submitted(queue, 2)
     assert queue.admit(0, 2, few) == waiting[:1] and queue.waiting == waiting[1:]  # the other has no pages

@@ -112,10 +112,10 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"stop": ["a"] * (MAX_STOPS + 1)}, f"stop holds {MAX_STOPS + 1} texts; it may hold {MAX_STOPS} at most."),
+        ({"stop": ["a"] * (MAX_STOPS + 1)}, f"stop has {MAX_STOPS + 1} texts; it may have {MAX_STOPS} at most."),
         (
             {"stop": ["b" * (MAX_STOP_LENGTH + 1)]},
-            f"stop holds a text of {MAX_STOP_LENGTH + 1} characters; each may have {MAX_STOP_LENGTH} at most.",
+            f"stop has a text of {MAX_STOP_LENGTH + 1} characters; each may have {MAX_STOP_LENGTH} at most.",
         ),
         ({"temperature": -0.1}, "temperature is -0.1; it must be 0 (greedy) or above."),
         ({"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1 (off)."),
@@ -127,8 +127,8 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
         ({"logit_bias": (5, 1.0)}, "logit_bias is a list; it must map token ids to numbers."),
         ({"logit_bias": {"a": 1}}, 'logit_bias holds "a"; it must be a mapping of token ids, integers.'),
         ({"logit_bias": {3: 2e6}}, "logit_bias[3] is 2000000.0; it must be from -1000000 to 1000000."),
-        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias holds 301 tokens; it may hold 300 at most."),
-        ({"bad_words": ["a"] * 33}, "bad_words holds 33 texts; it may hold 32 at most."),
+        ({"logit_bias": dict.fromkeys(range(301), 1)}, "logit_bias has 301 tokens; it may have 300 at most."),
+        ({"bad_words": ["a"] * 33}, "bad_words has 33 texts; it may have 32 at most."),
         ({"regex": "a", "choice": ["b"]}, "regex is given with choice; a text follows one of them."),
         ({"regex": "a" * 131_073}, "regex has 131073 characters; it may have 131072 at most."),
         ({"choice": ["a", ""]}, "choice is a list; it must be a list of texts that are not empty."),
@@ -137,7 +137,7 @@ def test_numbers_and_lists_of_other_libraries_are_taken_for_plain_ones(field, va
             "json_schema is an object of type dict; it must be an object, or the JSON of one.",
         ),
         ({"bad_words": [""]}, "bad_words is a list; it must be a list of texts that are not empty."),
-        ({"stop_token_ids": range(99)}, f"stop_token_ids holds 99 ids; it may hold {MAX_STOP_IDS} at most."),
+        ({"stop_token_ids": range(99)}, f"stop_token_ids has 99 ids; it may have {MAX_STOP_IDS} at most."),
     ],
 )
 def test_the_sentence_says_what_is_wanted(settings, sentence):

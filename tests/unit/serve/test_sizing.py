@@ -43,7 +43,7 @@ def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
     [
         ({"max_model_len": 1}, f"max_model_len is 1; bundled was made for {LENGTH} tokens, so choose from 2 to that."),
         ({"max_model_len": LENGTH + 1}, "so choose from 2 to that."),
-        ({"num_pages": 1}, "num_pages is 1; it must be at least 2, for page 0 holds no text."),
+        ({"num_pages": 1}, "num_pages is 1; it must be at least 2, because page 0 is the null page."),
         ({"max_resident_seqs": 3}, "max_resident_seqs is 3; it must be at least the 8 sequences that a step serves."),
     ],
 )

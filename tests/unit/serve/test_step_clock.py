@@ -15,7 +15,7 @@ from et_jax.decode.drafting.drafts import Drafting, Pruned, lookup
 from et_jax.decode.output import StepOutput
 from et_jax.serve.clocks import step_clock
 from et_jax.serve.clocks.past_drafts import FORGOTTEN, MOST_SAVED, DraftRecord
-from et_jax.serve.clocks.step_clock import Fit, StepClock, fitted, saved, told, work
+from et_jax.serve.clocks.step_clock import Fit, StepClock, fitted, fitted_laws, saved, work
 
 SELF = Drafting(most=12, length=RooflineLength(StepTimes(*[1.0] * 6)), drafter=Pruned())
 TRUE = StepTimes(plain=0.03, plain_cached=1e-5, drafted=0.025, drafted_cached=1e-6, row=2e-3, row_cached=1e-6)
@@ -73,12 +73,12 @@ def test_laws_are_told_of_sequences_alike_and_a_doubted_speed_has_to_be_greater(
     fit = Fit(times=TRUE, covariance=np.zeros((6, 6)))
     before = Drafting(most=12, length=AcceptanceLength(0.1, widths=(4.0, 8.0, 12.0)), drafter=lookup)
     past = PastDrafts(acceptance=0.4, credit=1.5)
-    own, first = told(dataclasses.replace(SELF, before=before), 4, fit, 3.0, 1000.0, past)
+    own, first = fitted_laws(dataclasses.replace(SELF, before=before), 4, fit, 3.0, 1000.0, past)
     assert own == RooflineLength(TRUE.alike(3.0, 4.0), 1.02, past=dataclasses.replace(past, several=1.0))
     assert isinstance(first, AcceptanceLength)
     # of each of the three sequences 2e-3 x 4 rows and 1e-6 x 3000 tokens met, over 0.03 + 1e-5 x 3000
     assert first.row_cost == pytest.approx((8e-3 + 3e-3) / 0.06)
-    [own] = told(SELF, 2, Fit(times=TRUE, covariance=0.09 * np.eye(6)), 1.0, 16_000.0, PastDrafts())
+    [own] = fitted_laws(SELF, 2, Fit(times=TRUE, covariance=0.09 * np.eye(6)), 1.0, 16_000.0, PastDrafts())
     # shares of a plain step's 0.19 and of a short draft's 0.19 + 0.1 + 0.064 + 0.016 + 0.064, part by part
     plain = np.array([0.03, 0.16, 0, 0, 0, 0]) / 0.19
     short = np.array([0.03, 0.16, 0.1, 0.064, 0.016, 0.064]) / 0.434
@@ -101,12 +101,12 @@ def test_what_drafts_saved_is_what_they_brought_less_what_they_took():
 def test_how_drafts_fared_is_counted_and_forgotten():
     """Of 6 tried 3 were accepted, beside 3.6 of 4 supposed; after a thousand steps more they count for half."""
     record = DraftRecord()
-    assert record.told() == PastDrafts()
-    record.note(10, tried=6, accepted=3, saved=-0.5)
-    told = record.told()
+    assert record.past() == PastDrafts()
+    record.record(10, verified=6, accepted=3, saved=-0.5)
+    told = record.past()
     assert told.acceptance == pytest.approx(6.6 / 10) and told.credit == pytest.approx(FIRST_CREDIT - 0.5 + 0.1)
-    record.note(int(FORGOTTEN), tried=0, accepted=0, saved=0.0)
-    assert record.told().acceptance == pytest.approx(5.1 / 7) and record.told().credit == MOST_SAVED
+    record.record(int(FORGOTTEN), verified=0, accepted=0, saved=0.0)
+    assert record.past().acceptance == pytest.approx(5.1 / 7) and record.past().credit == MOST_SAVED
 
 
 CONFIG = configuration(draft=Drafting(most=12, length=SELF.length, drafter=Pruned(), times=ROUGH))
@@ -134,7 +134,7 @@ def worths(*bursts: tuple[int, int, Variant], seconds: float = 1.0) -> list[floa
     A burst has the tokens that each of its steps drafts, of which all are accepted, its steps, and its program.
     """
     clock = StepClock(CONFIG)
-    told = [clock.note(output(each, each, steps), steps, seconds * steps, one) for each, steps, one in bursts]
+    told = [clock.record(output(each, each, steps), steps, seconds * steps, one) for each, steps, one in bursts]
     return [worth(clock.begin()), *map(worth, told)]
 
 

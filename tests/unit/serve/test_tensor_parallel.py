@@ -57,7 +57,7 @@ def test_a_model_that_drafts_and_adapters_are_split_too(hardly_optimised):
 def test_replicas_take_the_next_devices(hardly_optimised):
     model = tiny(WIDE, dtype="float32", tensor_parallel=4, replicas=3)
     texts(model)
-    [served] = model._replicas.values()
+    [served] = model._decoders.serving.values()
     groups = [sorted(device.id for device in each.device.state.urgency.devices()) for each in served.replicas]
     assert groups == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
     model.update(model.params)  # stays where it is, on every group

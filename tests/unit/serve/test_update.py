@@ -63,12 +63,12 @@ def test_a_saved_prefix_is_of_the_weights_that_read_it_and_needs_room(models, tm
     model, other = models
     file, size = tmp_path / "prefix", model.decoder_config.page_size
     assert model.save_prefix(PROMPT, file) == 2 * size
-    kept = [replica.pool.num_kept for replica in model.replicas().replicas]
+    kept = [replica.pool.num_cached for replica in model.replicas().replicas]
     assert model.load_prefix(file) == 2 * size
-    assert [replica.pool.num_kept for replica in model.replicas().replicas] == kept
+    assert [replica.pool.num_cached for replica in model.replicas().replicas] == kept
     with pytest.raises(UsageError, match="with another model, adapter or dtype"):
         other.load_prefix(file)
-    with pytest.raises(UsageError, match="of which no chunk of 16 is kept; give a longer one"):
+    with pytest.raises(UsageError, match="of which no chunk of 16 is cached; give a longer one"):
         model.save_prefix("It", tmp_path / "short")
     with contextlib.closing(model.stream(["It was"] * 2, max_tokens=64, ignore_eos=True)) as stream:
         next(stream)

@@ -1,0 +1,1 @@
+"""What the arguments of a command line mean: its `files`, and the `settings` of model, requests and batch."""
