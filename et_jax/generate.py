@@ -157,7 +157,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
     with ExitStack() as stack:
         params, control = settings.sampling(args), settings.controller(args, platform())
         status = stack.enter_context(Status())
-        model = _load(args, settings.engine(args, params.n, control), status)
+        model = _load(args, settings.engine(args, params.sampled, control), status)
         ids = (
             [
                 model.tokenizer.chat(

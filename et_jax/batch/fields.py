@@ -11,7 +11,10 @@ from et_jax.serve.requests import MAX_STOP_IDS, SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_N = 128  # as the OpenAI API documents
-INTEGERS = {"max_tokens", "min_tokens", "max_completion_tokens", "top_k", "n", "seed", "top_logprobs", "draft_tokens"}
+INTEGERS = {
+    *("max_tokens", "min_tokens", "max_completion_tokens", "top_k", "n", "best_of", "seed", "top_logprobs"),
+    "draft_tokens",
+}
 NUMBERS = {
     *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -80,8 +83,9 @@ def params_of(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> 
         most = _integer(body, "max_completion_tokens")
         if given.setdefault("max_tokens", most) != most:
             raise UsageError("max_tokens and max_completion_tokens differ; give one of them.")
-    if not 1 <= given.get("n", 1) <= MAX_N:
-        raise UsageError(f"n is {given['n']}; it must be from 1 to {MAX_N}.")
+    for name in ("n", "best_of"):
+        if not 1 <= given.get(name, 1) <= MAX_N:
+            raise UsageError(f"{name} is {given[name]}; it must be from 1 to {MAX_N}.")
     if "stop" in body:
         stop = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):

@@ -48,7 +48,7 @@ _IGNORED = {
 }
 # Fields that are supported only with the value that has no effect.
 _NEUTRAL = {
-    **{"stream": False, "stream_options": {}, "echo": False, "best_of": 1, "suffix": ""},
+    **{"stream": False, "stream_options": {}, "echo": False, "suffix": ""},
     **{"tools": [], "tool_choice": "none", "modalities": ["text"]},
     **{"web_search_options": None},
 }

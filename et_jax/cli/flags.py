@@ -66,6 +66,7 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--logprobs", type=int, default=0, help="alternatives of every token, in --json and --trace (0)")
     group.add_argument("--seed", type=int, default=0, help="same seed, same text (default 0)")
     group.add_argument("--n", type=int, default=1, help="continuations of the prompt (default 1)")
+    group.add_argument("--best-of", type=int, default=1, help="sample so many and print the likeliest --n of them")
 
 
 def biases(given: Sequence[str]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from et_jax.models.config import ModelShape
 from et_jax.models.model import ModelWeights
 from et_jax.scope import own_settings
 from et_jax.serve import saved_prefix
+from et_jax.serve.best_of import BestOf
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.config import Control, EngineConfig
 from et_jax.serve.decoders import Decoders
@@ -332,7 +333,9 @@ class Model:
         cancelled: Callable[[], bool] | None = None,
     ) -> Generator[TokenEvent]:
         ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
-        yield from serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled or (lambda: False))
+        chooser, cancelled = BestOf(), cancelled or (lambda: False)
+        sequences = chooser.watched(iter(sequences))
+        yield from chooser.chosen(serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled))
 
     def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
         """Return the replicas for a control's structure; the first call creates them and warms them up (`drafts` too).

@@ -54,9 +54,9 @@ def sequences_of(
     name: str,
     adapters: tuple[str, ...] = (),
 ) -> list[Sequence]:
-    """Return the `n` sequences of a request to model `name`, not submitted yet; `prompt_index` numbers the request.
+    """Return the sequences that a request to model `name` samples, not submitted yet.
 
-    They run under `config.controller`, with the request's own numbers if it has any. `adapters` are the names of the
+    `prompt_index` numbers the request. They run under `config.controller`, with the request's own numbers if it has any. `adapters` are the names of the
     loaded adapters.
 
     Raises UsageError if the model cannot run the request.
@@ -108,7 +108,7 @@ def sequences_of(
             matcher=matcher(),
             text=Text(tokenizer, params.stop),
         )
-        for index in range(params.n)
+        for index in range(params.sampled)
     ]
 
 

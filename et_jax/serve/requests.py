@@ -31,6 +31,7 @@ _COUNTS: dict[str, tuple[int, int | None, str]] = {
     "top_k": (0, None, "0 (off) or above"),
     "seed": (0, 2**63 - 1, "from 0 to 2^63 - 1"),
     "n": (1, MAX_N, ""),
+    "best_of": (1, MAX_N, ""),
     "logprobs": (0, MAX_LOGPROBS, ""),
     "min_tokens": (0, None, "0 (off) or above"),
 }
@@ -60,7 +61,9 @@ class SamplingParams:
     `p_less` False, which `decode.sampling.truncation.truncate` defines. Penalties are at most a million;
     `repetition_penalty` is at least a millionth. `stop` strings end the text and are removed from it. So do
     `stop_token_ids` and the model's own end tokens, which `ignore_eos` disables. `n` continuations are sampled, each
-    with its own key derived from `seed`. `logprobs` is the number of alternatives to return per token.
+    with its own key derived from `seed`. With `best_of` above 1 that many are sampled, and the `n` of the greatest mean
+    log-probability per token are returned, when all have ended. `logprobs` is the number of alternatives to return per
+    token.
 
     End tokens and `stop_token_ids` are not sampled before `min_tokens`. `logit_bias` is added to the logits of the
     tokens that it names. If `allowed_token_ids` is not empty, only these tokens are sampled. The tokenizations of
@@ -91,6 +94,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0
     n: int = 1
+    best_of: int = 1
     logprobs: int = 0
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
@@ -113,6 +117,8 @@ class SamplingParams:
             raise UsageError(
                 f"min_tokens is {values.shown(self.min_tokens)}; it must be at most max_tokens, {self.max_tokens}."
             )
+        if 1 < self.best_of < self.n:
+            raise UsageError(f"best_of is {self.best_of}; it must be 1 (off), or at least n, {self.n}.")
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
@@ -126,6 +132,11 @@ class SamplingParams:
         given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name)]
         if len(given) > 1:
             raise UsageError(f"{given[0]} is given with {given[1]}; a text follows one of them.")
+
+    @property
+    def sampled(self) -> int:
+        """The number of continuations that are sampled, of which `n` are returned."""
+        return max(self.n, self.best_of)
 
     @property
     def grammar(self) -> Grammar | None:

@@ -32,7 +32,7 @@ HOSTILE = [
     *(np.array([[1]]), np.zeros(0), np.datetime64("2020-01-01"), np.str_("a"), np.bool_(True), jnp.float32(jnp.inf)),
     *(["\ud800"], ["a" * 5000], ["a"] * 5000, list(range(5000)), (x for x in "ab")),
 ]
-WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs")
+WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "best_of", "logprobs")
 NUMBERS = (
     *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
