@@ -56,8 +56,8 @@ def sequences_of(
 ) -> list[Sequence]:
     """Return the sequences that a request to model `name` samples, not submitted yet.
 
-    `prompt_index` numbers the request. They run under `config.controller`, with the request's own numbers if it has any. `adapters` are the names of the
-    loaded adapters.
+    `prompt_index` numbers the request. They run under `config.controller`, with the request's own numbers if it has
+    any. `adapters` are the names of the loaded adapters.
 
     Raises UsageError if the model cannot run the request.
     """
