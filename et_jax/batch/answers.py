@@ -1,11 +1,13 @@
 """The rows of the output: OpenAI's completion bodies, with totals of entropy and cost beside the usage."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from et_jax.batch.tasks import Entry, Task
 from et_jax.serve.completions import Completion, TokenTrace, entropic
+from et_jax.serve.scoring import Score
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's number for a token that cannot be sampled; JSON has no infinity
 
@@ -47,15 +49,28 @@ def error_row(entry: Entry, code: str, message: str) -> dict[str, Any]:
 
 
 def _choice(task: Task, completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
-    spelled = _chat_logprobs if task.chat else _completion_logprobs
-    choice = {
+    spelled = _chat_logprobs(completion, tokenizer) if task.chat else _completion_logprobs(task, completion, tokenizer)
+    choice: dict[str, Any] = {
         "index": completion.index,
-        "logprobs": spelled(completion, tokenizer) if task.wants_logprobs else None,
+        "logprobs": spelled if task.wants_logprobs else None,
         "finish_reason": completion.finish_reason,
     }
+    if task.prompt_logprobs and task.prompt_score is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(task.prompt_score, tokenizer)
     if task.chat:
         return choice | {"message": {"role": "assistant", "content": completion.text}}
-    return choice | {"text": completion.text}
+    return choice | {"text": completion.prompt * task.echo + completion.text}
+
+
+def _prompt_logprobs(score: Score, tokenizer: Spelling) -> list[dict[str, Any] | None]:
+    """Return an object for each token of a prompt, by its id, and None for a first one that nothing predicts."""
+    rows = zip(score.token_ids, score.log_probs.tolist(), score.entropy.tolist(), strict=True)
+    return [
+        None
+        if math.isnan(logprob)
+        else {str(token): {"logprob": _shown(logprob), "entropy": entropy, "decoded_token": tokenizer.decode([token])}}
+        for token, logprob, entropy in rows
+    ]
 
 
 def _chat_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
@@ -70,19 +85,28 @@ def _chat_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any
     return {"content": [row(trace) for trace in completion.trace]}
 
 
-def _completion_logprobs(completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
+def _completion_logprobs(task: Task, completion: Completion, tokenizer: Spelling) -> dict[str, Any]:
+    """Return the log-probabilities of a text, with `echo` after those of its prompt, which have no alternatives."""
     starts, length = [], 0
+    tokens, logprobs, alternatives = [], [], []
+    if task.echo and task.prompt_score is not None:
+        for token, logprob in zip(task.prompt_score.token_ids, task.prompt_score.log_probs.tolist(), strict=True):
+            text = tokenizer.decode([token])
+            tokens.append(text)
+            logprobs.append(None if math.isnan(logprob) else _shown(logprob))
+            alternatives.append(None)
+            starts.append(min(length, len(completion.prompt)))
+            length += len(text)
+        length = len(completion.prompt)
     for trace in completion.trace:
         starts.append(length)
         length += len(trace.text)
-    return {
-        "tokens": [tokenizer.decode([trace.token]) for trace in completion.trace],
-        "token_logprobs": [_shown(trace.logprob) for trace in completion.trace],
-        "top_logprobs": [
-            {tokenizer.decode([token]): _shown(logprob) for token, logprob in trace.top} for trace in completion.trace
-        ],
-        "text_offset": starts,
-    }
+    tokens += [tokenizer.decode([trace.token]) for trace in completion.trace]
+    logprobs += [_shown(trace.logprob) for trace in completion.trace]
+    alternatives += [
+        {tokenizer.decode([token]): _shown(logprob) for token, logprob in trace.top} for trace in completion.trace
+    ]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": alternatives, "text_offset": starts}
 
 
 def _shown(logprob: float) -> float:

@@ -107,6 +107,16 @@ def params_of(body: Mapping[str, Any], chat: bool, defaults: SamplingParams) -> 
     return dataclasses.replace(defaults, **given), wants_logprobs
 
 
+def prompt_answer_of(body: Mapping[str, Any], chat: bool) -> tuple[bool, bool]:
+    """Return whether an answer begins with its prompt, and whether it has the log-probabilities of the prompt."""
+    echo = "echo" in body and _boolean(body, "echo")
+    if echo and chat:
+        raise UsageError(f"echo belongs to {COMPLETIONS}; leave it out of a conversation.")
+    if "prompt_logprobs" in body and (most := _integer(body, "prompt_logprobs")) != 0:
+        raise UsageError(f"prompt_logprobs is {most}; it must be 0: the prompt's own tokens, without alternatives.")
+    return echo, "prompt_logprobs" in body
+
+
 def _grammar(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the grammar of a line, which replaces that of the job; a `response_format` of text means no grammar."""
     named = [name for name in ("response_format", "json_schema", "regex", "choice") if name in body]

@@ -1,5 +1,6 @@
 """Runs entries through a model: each becomes a request, and its result is reported once."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,6 +9,7 @@ from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.requests import GenerationRequest
+from et_jax.serve.scoring import Score
 
 
 @runtime_checkable
@@ -21,6 +23,7 @@ class Serving(Protocol):
     def as_completed(
         self, requests: Iterable[GenerationRequest], *, control: Any = None, cancelled: Callable[[], bool] = ...
     ) -> Iterator[tuple[int, Completion]]: ...
+    def score(self, texts: Any) -> list[Score]: ...
 
 
 def serve_entries(
@@ -58,6 +61,9 @@ def serve_entries(
         completions.append(completion)
         if len(completions) == task.request.params.n or completion.error is not None:
             del under_way[index]
+            if task.scores_prompt and completion.error is None:
+                [score] = model.score([task.request.prompt])
+                task = dataclasses.replace(task, prompt_score=score)
             ended(task, completions)
     if under_way and not cancelled():
         raise RuntimeError(f"the engine left {len(under_way)} requests unanswered")

@@ -22,6 +22,7 @@ from et_jax.batch.fields import (
     messages_of,
     number_of,
     params_of,
+    prompt_answer_of,
     prompt_of,
 )
 from et_jax.batch.lines import MAX_LINE_BYTES, Line, read_lines
@@ -30,12 +31,13 @@ from et_jax.control.presets import KNOBS
 from et_jax.errors import UsageError
 from et_jax.io.values import excerpt
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.scoring import Score
 
 _NAMES = frozenset({"custom_id", "id"})
 _MAX_NAME = 512  # characters of a custom_id
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _OTHERS = {"prompt", "messages", "adapter", "control", "stop", "stop_token_ids", "ignore_eos", "p_less", "logprobs"} | {
-    *("logit_bias", "allowed_token_ids", "bad_words"),
+    *("logit_bias", "allowed_token_ids", "bad_words", "echo", "prompt_logprobs"),
     *("response_format", "json_schema", "regex", "choice"),
 }
 SETTINGS = frozenset(INTEGERS | NUMBERS | _OTHERS) - {"prompt", "messages"}
@@ -48,7 +50,7 @@ _IGNORED = {
 }
 # Fields that are supported only with the value that has no effect.
 _NEUTRAL = {
-    **{"stream": False, "stream_options": {}, "echo": False, "suffix": ""},
+    **{"stream": False, "stream_options": {}, "suffix": ""},
     **{"tools": [], "tool_choice": "none", "modalities": ["text"]},
     **{"web_search_options": None},
 }
@@ -103,12 +105,24 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A valid entry with its request, and the format of its answer."""
+    """A valid entry with its request, and the format of its answer.
+
+    With `echo` the text of the answer begins with the prompt. `prompt_score` is that of the prompt, if the line asks
+    for its log-probabilities and the model has scored it.
+    """
 
     entry: Entry
     request: GenerationRequest
     chat: bool
     wants_logprobs: bool
+    echo: bool = False
+    prompt_logprobs: bool = False
+    prompt_score: Score | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the answer contains log-probabilities of the prompt."""
+        return self.prompt_logprobs or (self.echo and self.wants_logprobs)
 
 
 def read_entries(path: Path, column: str | None = None) -> Iterator[Entry]:
@@ -172,7 +186,18 @@ def read_task(entry: Entry, tokenizer: ChatTokenizer, defaults: Defaults) -> Tas
         draft_tokens=body.get("draft_tokens"),
         adapter=body.get("adapter"),
     )
-    return Task(entry=entry, request=request, chat=chat, wants_logprobs=wants_logprobs)
+    echo, prompt_logprobs = prompt_answer_of(body, chat)
+    task = Task(
+        entry=entry,
+        request=request,
+        chat=chat,
+        wants_logprobs=wants_logprobs,
+        echo=echo,
+        prompt_logprobs=prompt_logprobs,
+    )
+    if task.scores_prompt and request.adapter is not None:
+        raise UsageError("Log-probabilities of a prompt are those of the model without adapters; leave adapter out.")
+    return task
 
 
 def _object(line: Line) -> tuple[dict[str, Any], bytes]:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from et_jax import generate
 from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.requests import GenerationRequest
+from et_jax.serve.scoring import Score
 
 LONGEST = 100  # a prompt of more characters does not fit the paper model
 
@@ -95,6 +98,18 @@ class PaperModel:
             index, each = pending.pop(len(pending) * 2 // 3)
             self.metrics.finish(each.finish_reason)
             yield index, each
+
+    def score(self, texts: Sequence[str]) -> list[Score]:
+        """Half a nat for each letter but the first, out of 2 nats."""
+        return [self._score([ord(letter) for letter in text]) for text in texts]
+
+    def _score(self, ids: list[int]) -> Score:
+        half, two = np.full(len(ids), -0.5), np.full(len(ids), 2.0)
+        half[0] = two[0] = np.nan
+        greedy = np.zeros(len(ids), bool)
+        return Score(
+            token_ids=tuple(ids), num_bytes=len(ids), log_probs=half, entropy=two, varentropy=two, greedy=greedy
+        )
 
     def continue_(self, request: GenerationRequest) -> Iterator[Completion]:
         self.before(request)

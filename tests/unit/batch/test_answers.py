@@ -3,10 +3,12 @@
 import time
 from typing import Any
 
-from stand_in import Letters, completion, trace
+from stand_in import Letters, PaperModel, completion, trace
 
 from et_jax.batch.answers import answer_row
-from et_jax.batch.tasks import Entry, Task
+from et_jax.batch.serving import serve_entries
+from et_jax.batch.tasks import Defaults, Entry, Task
+from et_jax.serve.completions import Completion
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 ENTRY = Entry(line=3, custom_id="a", id="batch_req_12", values={})
@@ -87,3 +89,31 @@ def test_logprobs_of_a_chat_and_of_a_completion():
         "top_logprobs": [{"x": -0.5, "\ufffd": -9999.0}, {}],
         "text_offset": [0, 1],
     }
+
+
+def test_a_prompt_is_scored_if_its_line_asks_for_that():
+    def answered(**fields: Any) -> dict[str, Any]:
+        entry, rows = (
+            Entry(line=1, custom_id="a", id="batch_req_1", values={"prompt": "It", "max_tokens": 1} | fields),
+            [],
+        )
+
+        def ended(task: Task, completions: list[Completion]) -> None:
+            rows.append(answer_row(task, completions, "paper", Letters()))
+
+        defaults = Defaults(params=SamplingParams())
+        serve_entries(PaperModel(), [entry], defaults, ended=ended, refused=lambda _, said: rows.append(said))
+        return rows[0]["response"]["body"]["choices"][0]
+
+    text = answered()["text"]
+    echoed = answered(echo=True, logprobs=0)
+    assert echoed["text"][:2] == "It" and len(echoed["text"]) == 2 + len(text)
+    assert echoed["logprobs"] == {
+        "tokens": ["I", "t", echoed["text"][2]],
+        "token_logprobs": [None, -0.5, -0.25],
+        "top_logprobs": [None, None, {}],
+        "text_offset": [0, 1, 2],
+    }
+    found = answered(prompt_logprobs=0)
+    assert found["prompt_logprobs"] == [None, {"116": {"logprob": -0.5, "entropy": 2.0, "decoded_token": "t"}}]
+    assert found["logprobs"] is None and len(found["text"]) == len(text)

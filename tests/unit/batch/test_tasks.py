@@ -102,6 +102,9 @@ def test_a_conversation_goes_through_the_template(tmp_path):
 
 
 REFUSED = [
+    ({"messages": [{"role": "user", "content": "a"}], "echo": True}, "echo belongs to /v1/completions"),
+    ({"prompt": "a", "prompt_logprobs": 3}, "prompt_logprobs is 3; it must be 0"),
+    ({"prompt": "a", "prompt_logprobs": 0, "adapter": "b"}, "without adapters; leave adapter out."),
     ([1], "not a JSON object"),
     ({}, "prompt is missing"),
     ({"prompt": "a", "messages": USER}, "prompt and messages"),
