@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 from et_jax.serve.completions import Completion, TokenEvent
 from et_jax.serve.sequence import Sequence
@@ -17,7 +17,7 @@ class BestOf:
         self._sampled: dict[int, int] = {}
         self._events: dict[int, list[TokenEvent]] = {}
 
-    def watched(self, sequences: Iterator[Sequence | TokenEvent]) -> Iterator[Sequence | TokenEvent]:
+    def watched(self, sequences: Iterable[Sequence | TokenEvent]) -> Iterator[Sequence | TokenEvent]:
         """Yield the sequences of a call, and remember which of them belong to requests with `best_of`."""
         for one in sequences:
             if isinstance(one, Sequence) and one.request.params.sampled > one.request.params.n:

@@ -327,15 +327,11 @@ class Model:
         )
 
     def _serve(
-        self,
-        sequences: Iterable[Sequence | TokenEvent],
-        control: Control | None,
-        cancelled: Callable[[], bool] | None = None,
+        self, asked: Iterable[Sequence | TokenEvent], control: Control | None, cancelled: Callable | None = None
     ) -> Generator[TokenEvent]:
-        ahead = self.settings.replicas * self.decoder_config.num_slots + _AHEAD
-        chooser, cancelled = BestOf(), cancelled or (lambda: False)
-        sequences = chooser.watched(iter(sequences))
-        yield from chooser.chosen(serve(self.replicas(control), sequences, ahead=ahead, cancelled=cancelled))
+        ahead, best = self.settings.replicas * self.decoder_config.num_slots + _AHEAD, BestOf()
+        found = serve(self.replicas(control), best.watched(asked), ahead=ahead, cancelled=cancelled or (lambda: False))
+        yield from best.chosen(found)
 
     def replicas(self, control: Control | None = None, *, drafts: bool = True) -> Replicas:
         """Return the replicas for a control's structure; the first call creates them and warms them up (`drafts` too).

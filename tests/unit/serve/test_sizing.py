@@ -68,9 +68,3 @@ def test_long_rotary_factors_are_for_texts_beyond_the_original_length():
         settings = EngineConfig(max_model_len=length, backend="xla", page_size=4)
         assert decoder_config(settings, long, jnp.float32).model == dataclasses.replace(long, max_positions=positions)
         assert decoder_config(settings, MODEL, jnp.float32).model == MODEL
-
-
-def test_adapters_are_for_one_device():
-    with pytest.raises(UsageError, match="adapters are for one device, and tensor_parallel is 2; merge one with lora"):
-        decoder_config(EngineConfig(adapters={"a": "b"}, tensor_parallel=2, backend="xla"), MODEL, jnp.float32)
-    assert decoder_config(EngineConfig(adapters={"a": "b"}, backend="xla"), MODEL, jnp.float32).num_adapters == 1
