@@ -270,8 +270,9 @@ def check_combination(args: argparse.Namespace) -> None:
         for name in ("output", "trace", "plot", "json", "no_stream", "metrics", "report"):
             if getattr(args, name):
                 raise UsageError(f"--{name.replace('_', '-')} is not for --interactive; /save and /trace are there.")
-        if args.n != 1:
-            raise UsageError(f"--n is {args.n}; a chat has one answer to a turn.")
+        for flag, number in (("--n", args.n), ("--best-of", args.best_of)):
+            if number != 1:
+                raise UsageError(f"{flag} is {number}; a chat has one answer to a turn.")
         return
     if args.input is None:
         if args.system_prompt is not None and not args.chat:

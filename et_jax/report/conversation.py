@@ -138,7 +138,7 @@ def converse(conversation: Conversation, signals: Signals) -> int:
 
 def _changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
     """Return the settings with one of them changed, given as JSON or as text."""
-    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "n"]
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in ("n", "best_of")]
     if name not in names:
         raise UsageError(f"{name} is no setting; choose one of {', '.join(names)}.")
     try:
