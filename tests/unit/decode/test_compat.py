@@ -66,7 +66,6 @@ REFUSED = [
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
     ({"cache_budget": 36, "cache_policy": "adakv"}, "cache_budget keeps 72 tokens and max_model_len is 64"),
-    ({"tensor_parallel": 2, "draft": "bundled-small"}, "A second model is not supported over several devices"),
     (
         {"tensor_parallel": 2, "control": Controller(budget=EntropyBudget(shared=True))},
         "The heads of a layer share this prefill budget, and devices hold different heads",
