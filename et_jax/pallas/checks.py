@@ -1,5 +1,6 @@
 """Checks of the arguments of the paged kernels, made while tracing."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,12 @@ def wider(*dtypes: DTypeLike) -> np.dtype:
 def padded_width(head_dim: int) -> int:
     """Return the columns of a cached token: its key and its value, padded to full lanes."""
     return -(-2 * head_dim // LANES) * LANES
+
+
+def code_rows(page_size: int, head_dim: int) -> tuple[int, int]:
+    """Return the rows of a page's 8-bit key codes and their width: full lanes of full tokens, else a single row."""
+    size, width = page_size * head_dim, math.lcm(head_dim, LANES)
+    return (1, size) if size % width else (size // width, width)
 
 
 def require(holds: bool, argument: str, got: object, wanted: str) -> None:

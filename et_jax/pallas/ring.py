@@ -96,7 +96,7 @@ def require_memory(kind: str, needed: int, given: int, advice: str) -> None:
 class PageList:
     """The pages one grid step reads.
 
-    head: KV head of the pages. num_groups: groups to process.
+    head: KV head of the pages, or a slice of all. num_groups: groups to process.
     count: the number of pages of group i. page: the index in the pool of page j of group i.
     """
 
@@ -156,7 +156,7 @@ class Ring:
         @pl.when(count < group)
         def _():
             def wait_for_page(j: Any, _: None) -> None:
-                for copy in self._copies(0, 0, buffer, j):
+                for copy in self._copies(self.own.head, 0, buffer, j):
                     copy.wait()
 
             lax.fori_loop(0, count, wait_for_page, None)

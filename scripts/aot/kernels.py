@@ -13,7 +13,7 @@ from et_jax.models.weights import num_bytes
 from et_jax.pallas import hopper, ring
 from et_jax.pallas.block_scores import gpu as gpu_scores
 from et_jax.pallas.block_scores import tpu as tpu_scores
-from et_jax.pallas.checks import padded_width
+from et_jax.pallas.checks import code_rows, padded_width
 from et_jax.pallas.paged_attention import gpu as gpu_attention
 from et_jax.pallas.paged_attention import paged_attention
 from et_jax.pallas.paged_attention import tpu as tpu_attention
@@ -102,7 +102,7 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
     num_pages = slots * n + 1
     integers, floats = (partial(array_on, device, kind) for kind in (jnp.int32, jnp.bfloat16))
     box, mean = (array_on(device, kind, k, num_pages, padded_width(d)) for kind in (jnp.bfloat16, jnp.float32))
-    codes = array_on(device, jnp.int8, k, num_pages, s * d)
+    codes = array_on(device, jnp.int8, k, num_pages, *code_rows(s, d))
     read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
     arguments = (floats(slots, h, d), *read, integers(slots, n), integers(slots))
     scores = partial(getattr(kernels, function), page_size=s, scale=d**-0.5)

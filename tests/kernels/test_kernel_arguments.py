@@ -24,7 +24,7 @@ RIGHT: dict[Any, dict[str, tuple[int, ...]]] = {
     },
     PREFILL: {"q": (2, 8, 6, 64), "pages": (2, 5, 16, 128), "page_table": (2, 4), "starts": (2,)},
     BLOCK: {"q": (2, 6, 64), "key_box": (2, 5, 128), "mean": (2, 5, 128), "page_table": (2, 4), "lengths": (2,)},
-    CODE: {"q": (2, 6, 64), "key_box": (2, 5, 128), "key_codes": (2, 5, 1024), "page_table": (2, 4), "lengths": (2,)},
+    CODE: {"q": (2, 6, 64), "key_box": (2, 5, 128), "key_codes": (2, 5, 8, 128), "page_table": (2, 4), "lengths": (2,)},
 }
 SETTINGS: dict[Any, dict[str, Any]] = {key: {"softmax": Softmax(scale=1.0)} for key in (ATTENTION, PREFILL)}
 SETTINGS |= {key: {"scale": 1.0, "page_size": 16} for key in (BLOCK, CODE)}
@@ -53,7 +53,7 @@ SHAPES = [
     (BLOCK, {"q": (2, 7, 64)}, "q"),
     (BLOCK, {"q": (2, 6, 65)}, "key_box"),
     (BLOCK, {"mean": (2, 4, 128)}, "mean"),
-    (CODE, {"key_codes": (2, 5, 16 * 63)}, "key_codes"),
+    (CODE, {"key_codes": (2, 5, 8, 127)}, "key_codes"),
 ]
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from et_jax.decode.cache.eight_bits import scaled
+from et_jax.pallas.checks import code_rows
 from et_jax.pallas.per_head import Pages, PerHead, per_head_into
 from et_jax.sums import total
 from et_jax.types import pytree
@@ -69,11 +70,11 @@ def summarise(pages: Float[Array, "k *p s e"], num_tokens: Int[Array, "*p"], hea
     )
 
 
-def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> Int8[Array, "k *p sd"]:
-    """Return the 8-bit codes of pages of keys within their box."""
-    d = key.shape[-1]
+def encode(key: Float[Array, "k *p s d"], key_box: Float[Array, "k *p e"]) -> Int8[Array, "k *p r w"]:
+    """Return the 8-bit codes of pages of keys within their box, in the rows of `checks.code_rows`."""
+    s, d = key.shape[-2:]
     low, high = key_box[..., :d].astype(jnp.float32), key_box[..., d : 2 * d].astype(jnp.float32)
-    return coded_in(key, low, high).reshape(*key.shape[:-2], -1)
+    return coded_in(key, low, high).reshape(*key.shape[:-2], *code_rows(s, d))
 
 
 def coded_in(
@@ -88,11 +89,11 @@ def coded_in(
 
 def summarised(
     old: PageSummary,
-    codes: Int8[Array, "k p sd"] | None,
+    codes: Int8[Array, "k p r w"] | None,
     tokens: Float[Array, "k *b s e"],
     page: Int[Array, "*b"],
     head_dim: int,
-) -> tuple[PageSummary, Int8[Array, "k p sd"] | None]:
+) -> tuple[PageSummary, Int8[Array, "k p r w"] | None]:
     """Return the summaries and codes of a layer, updated by these full pages. Pages past the end are dropped.
 
     `tokens` are those of the pages, dequantized.
@@ -110,7 +111,7 @@ def summarised(
 
 def summarised_by_kernel(
     old: PageSummary,
-    codes: Int8[Array, "k p sd"] | None,
+    codes: Int8[Array, "k p r w"] | None,
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"],
     kv_scales: Float[Array, "k p 2 s"] | None,
     page: Int[Array, "b m"],
@@ -118,7 +119,7 @@ def summarised_by_kernel(
     turn: Int[Array, "1"] | None = None,
     depth: int = 1,
     interpret: bool = False,
-) -> tuple[PageSummary, Int8[Array, "k p sd"] | None]:
+) -> tuple[PageSummary, Int8[Array, "k p r w"] | None]:
     """Return what `summarised` returns, by a GPU kernel. Page 0 is ignored; `turn` and `depth` are as in `Pages`."""
     d, page, width = head_dim, page.reshape(-1), old.key_box.shape[-1]
 
@@ -127,7 +128,7 @@ def summarised_by_kernel(
         found = summary_of(key, value, jnp.ones(key.shape[0], bool))
         box = _side_by_side(found.key_min, found.key_max, width).astype(old.key_box.dtype)
         mean = _side_by_side(found.key_mean, found.value_mean, width)
-        coded = None if codes is None else coded_in(key, found.key_min, found.key_max).reshape(-1)
+        coded = None if codes is None else coded_in(key, found.key_min, found.key_max).reshape(codes.shape[2:])
         return box, mean, found.value_radius, coded
 
     scales = [None, None]

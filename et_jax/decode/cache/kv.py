@@ -11,7 +11,7 @@ from et_jax.decode.attention.summaries import PageSummary, summarised, summarise
 from et_jax.decode.cache.eight_bits import dequantized, quantized
 from et_jax.decode.once import run_if
 from et_jax.pallas.backend import platform
-from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, padded_width
+from et_jax.pallas.checks import EIGHT_BITS, SUBLANES, code_rows, padded_width
 from et_jax.pallas.per_head import fits
 from et_jax.types import pytree, replace, static
 
@@ -28,14 +28,14 @@ class LayerCache:
     the former is not. The stored form of a token depends only on that token.
 
     `summary` is None if every layer uses full attention. `key_codes` are 8-bit copies of the keys
-    for certified selection, a page's tokens side by side; None unless requested. A key is
+    for certified selection, a page's tokens in the rows of `checks.code_rows`; None unless requested. A key is
     code * scale + offset, channel by channel, with scale = (max - min) / 255 and offset = min + 128 scale
     of the page's box, rounded to the nearest.
     """
 
     pages: Float[Array, "k p s e"] | Int8[Array, "k p s e"]
     summary: PageSummary | None
-    key_codes: Int8[Array, "k p sd"] | None
+    key_codes: Int8[Array, "k p r w"] | None
     kv_scales: Float[Array, "k p 2 s"] | None = None
     depth: int = static(default=1)
 
@@ -133,7 +133,7 @@ def empty(
         return LayerCache(
             pages=jnp.zeros((num_kv_heads, p, page_size, e), dtype),
             summary=summary(p) if summaries else None,
-            key_codes=jnp.zeros((num_kv_heads, p, page_size * head_dim), jnp.int8) if key_codes else None,
+            key_codes=jnp.zeros((num_kv_heads, p, *code_rows(page_size, head_dim)), jnp.int8) if key_codes else None,
             kv_scales=jnp.zeros((num_kv_heads, p, 2, page_size), jnp.float32) if scaled else None,
             depth=depth,
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from et_jax.pallas.backend import NAMES, kernel, resolve
-from et_jax.pallas.checks import FLOATS, require, require_integers, require_shape
+from et_jax.pallas.checks import FLOATS, code_rows, require, require_integers, require_shape
 
 BLOCK_BACKENDS = {name: kernel("block_scores", name, "block_scores") for name in NAMES}
 CODE_BACKENDS = {name: kernel("block_scores", name, "code_scores") for name in NAMES}
@@ -54,7 +54,7 @@ def block_scores(
 
 def code_scores(
     q: Float[Array, "b h d"],
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
@@ -74,14 +74,14 @@ def code_scores(
         block_lse = log sum_(j in block) exp(cap(scale q . key_j))     in nats, float32
         error     = scale sum_c |q_c| s_c / 2                          block_lse is within it of the stored keys' own
 
-    key_codes: a page's tokens side by side, c = page_size * d. The rest is as in `block_scores`. Tokens at or
+    key_codes: a page's tokens one after the other, cut into rows as in `checks.code_rows`. The rest is as in `block_scores`. Tokens at or
     past the length do not count; blocks there are -inf with error 0. cap(z) is soft_cap tanh(z / soft_cap), or z for
     None: its slope is at most 1, so the error bound is unchanged.
     """
     _require(q, key_box, page_table, lengths, page_size, scale)
     require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")
     require(key_codes.dtype == jnp.int8, "key_codes", key_codes.dtype, "int8")
-    require_shape("key_codes", key_codes, (*key_box.shape[:2], page_size * q.shape[2]), "k p c")
+    require_shape("key_codes", key_codes, (*key_box.shape[:2], *code_rows(page_size, q.shape[2])), "k p r w")
     name = resolve(backend, CODE_BACKENDS)
     with jax.named_scope(f"code_scores/{name}"):
         table, layers = _of_layers(name, page_table, key_box, turn, depth)

@@ -57,7 +57,7 @@ def block_scores(
 
 def code_scores(
     q: Float[Array, "b h d"],
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],

@@ -34,7 +34,7 @@ def block_scores(
 
 def code_scores(
     q: Float[Array, "b h d"],
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
@@ -64,5 +64,5 @@ def code_scores(
 
 
 def _of_blocks(summary: Array, page_table: Int[Array, "b n"]) -> Array:
-    """Return "b k 1 n e": the summary "k p e" of every block."""
+    """Return "b k 1 n *e": the summary "k p *e" of every block."""
     return summary[:, page_table].swapaxes(0, 1)[:, :, None]

@@ -1,9 +1,9 @@
 """`block_scores` and `code_scores` on a TPU: a grid step per row, which copies its pages' summaries through a ring.
 
-A page is copied with all KV heads at once: "k e", or "k c" of codes. Viewed as "p k e" it consists of full tiles, and
-XLA uses that layout for a pool "k p e" where it wastes least: where the heads fill a tile's rows and the pages do not.
-Otherwise XLA inserts a transposed copy before the kernel runs. For summaries it is two hundredths of the size of the
-pages; for codes it would be a quarter, and is refused.
+A page is copied with all KV heads at once. Its codes consist of full tiles for each head. Its summaries do viewed as
+"p k e", and XLA uses that layout for a pool "k p e" where it wastes least: where the heads fill a tile's rows and the
+pages do not. Otherwise XLA inserts a transposed copy, of two hundredths of the size of the pages, before the kernel
+runs: with one head, if it is in bfloat16, of which two share a word, and with three or five to seven heads.
 """
 
 import functools
@@ -24,17 +24,16 @@ from et_jax.pallas.checks import LANES, SUBLANES
 from et_jax.pallas.ring import PageList, RingConfig
 from et_jax.softmax import capped
 
-SUBTILE = 4  # rows of the smallest tile of int8, which packs four into a register's word
-
 
 def heuristic(*pools: Array) -> RingConfig:
-    """Return the ring for pages of which each of these pools "k p *" has a part."""
+    """Return the ring for pages of which each of these pools "k p *x" has a part."""
     return ring.heuristic(LANES, 1, _page_bytes(pools), jnp.dtype(jnp.int8))
 
 
 def _page_bytes(pools: tuple[Array, ...]) -> int:
-    """Return the bytes of vector memory of one page's parts, with heads padded to full registers."""
-    return sum((k + -k % SUBLANES) * e * pool.dtype.itemsize for pool in pools for k, _, e in [pool.shape])
+    """Return the bytes of vector memory of one page's parts, with heads of summaries padded to full registers."""
+    heads = (k + -k % SUBLANES if len(rest) == 1 else k for k, _, *rest in (pool.shape for pool in pools))
+    return sum(k * math.prod(pool.shape[2:]) * pool.dtype.itemsize for k, pool in zip(heads, pools, strict=True))
 
 
 def block_scores(
@@ -64,7 +63,7 @@ def block_scores(
 
 def code_scores(
     q: Float[Array, "b h d"],
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
@@ -76,38 +75,28 @@ def code_scores(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
-    d, (k, p, c) = q.shape[2], key_codes.shape
-    if k != SUBTILE and k % SUBLANES:
+    d, (k, _, rows, width) = q.shape[2], key_codes.shape
+    least = SUBLANES * math.lcm(d, LANES) // d
+    if page_size % least:
         raise NotImplementedError(
-            f'backend "tpu" reads codes of {SUBTILE} or a multiple of {SUBLANES} KV heads, not {k}: use "xla"'
+            f'backend "tpu" reads codes of a multiple of {least} tokens at head dim {d}, not {page_size}: use "xla"'
         )
-    if p % SUBLANES == 0:
-        raise NotImplementedError(
-            f'backend "tpu" reads codes in a pool of no multiple of {SUBLANES} pages, not {p}: add one, or use "xla"'
-        )
-    # codes are cut into pieces of full lanes and full tokens
-    width = math.lcm(d, LANES)
-    tokens, pieces = width // d, c // width
-    if c % width:
-        raise NotImplementedError(
-            f'backend "tpu" reads pages of a multiple of {tokens} tokens at head dim {d}, not {page_size}: use "xla"'
-        )
+    tokens = width // d  # of a row
 
     def score(query: Array, end: Any, box: Array, codes: Array) -> tuple[Array, ...]:
         least = box[:, :d]
         step = (box[:, d : 2 * d] - least) / 255.0
         offset = _sum(query * _for_queries(query, least + 128.0 * step))
         stepped = query * _for_queries(query, step)
-        # every query against the tokens of all heads as stored, piece by piece: only its own head's results count
-        code = jnp.concatenate([codes[:, i * width : (i + 1) * width] for i in range(pieces)])
-        row, lane = (lax.broadcasted_iota(jnp.int32, (query.shape[0], pieces * k), axis) for axis in (0, 1))
-        first = jnp.where(lax.rem(row, k) == lax.rem(lane, k), lax.div(lane, k) * tokens, page_size)
+        # every query against the tokens of all heads as stored: only its own head's results count
+        row, lane = (lax.broadcasted_iota(jnp.int32, (query.shape[0], k * rows), axis) for axis in (0, 1))
+        first = jnp.where(lax.rem(row, k) == lax.div(lane, rows), lax.rem(lane, rows) * tokens, page_size)
         places = []
-        for place in range(tokens):  # in a piece
+        for place in range(tokens):  # in a row
             against = jnp.pad(stepped, ((0, 0), (place * d, width - (place + 1) * d)))
             each = lax.dot_general(
                 against,
-                code,
+                codes,
                 (((1,), (1,)), ((), ())),
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
@@ -151,7 +140,7 @@ def _pass_over(
     """Return the results of `score` for every block, and `empty` for those past the length.
 
     score: from the scaled queries "gk d" of one row, the number of valid tokens of the page and the page's
-    part "k e" of each pool, to numbers "gk 1". Queries are ordered by place in the group, then by KV head.
+    part of each pool "k p *x", the rows of all heads, to numbers "gk 1". Queries are ordered by place in the group, then by KV head.
     """
     b, h, d = q.shape
     k, n = pools[0].shape[0], page_table.shape[1]
@@ -165,6 +154,7 @@ def _pass_over(
     query = q.astype(jnp.float32).reshape(b, k, h // k, d).swapaxes(1, 2).reshape(b, h, d) * scale
     num_valid = jnp.minimum((lengths + page_size - 1) // page_size, n)
     table = page_table[:, None]
+    views = [pool.swapaxes(0, 1)[None] if pool.ndim == 3 else pool for pool in pools]
 
     def row_table(ahead):
         return pl.BlockSpec((1, 1, n), lambda i, *_: (jnp.minimum(i + ahead, b - 1), 0, 0), memory_space=pltpu.SMEM)
@@ -182,7 +172,7 @@ def _pass_over(
             ],
             out_specs=[pl.BlockSpec((1, h, padded), lambda i, *_: (i, 0, 0))] * len(empty),
             scratch_shapes=[
-                *[pltpu.VMEM((config.depth, config.group, k, pool.shape[2]), pool.dtype) for pool in pools],
+                *[pltpu.VMEM((config.depth, config.group, len(x), *x.shape[2:]), x.dtype) for x in views],
                 pltpu.SemaphoreType.DMA((config.depth,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -192,13 +182,13 @@ def _pass_over(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
         name=name,
-    )(jnp.pad(num_valid, (0, 1)), lengths, query, table, table, *[pool.swapaxes(0, 1)[None] for pool in pools])
+    )(jnp.pad(num_valid, (0, 1)), lengths, query, table, table, *views)
     return tuple(x[..., :n].reshape(b, h // k, k, n).swapaxes(1, 2).reshape(b, h, n) for x in results)
 
 
 def footprint(config: RingConfig, pools: tuple[Array, ...], b: int, h: int, n: int, num_results: int) -> ring.Footprint:
     """Return the memory used by b rows of h query heads, page tables of n entries and `num_results` results."""
-    k, widths = pools[0].shape[0], [pool.shape[2] for pool in pools]
+    k, widths = pools[0].shape[0], [math.prod(pool.shape[2:]) for pool in pools]
     padded, rows = n + -n % LANES, h + -h % SUBLANES
     # counts and lengths; the tables of this row and of the next, twice for the prefetch
     scalar = 4 * (2 * b + 1 + 2 * 2 * n)
@@ -227,7 +217,7 @@ def _kernel(
 
     def listed(row, table_ref):
         return PageList(
-            head=0,
+            head=slice(None),
             num_groups=pl.cdiv(num_valid_ref[row], group),
             count=lambda i: jnp.clip(num_valid_ref[row] - i * group, 0, group),
             page=lambda i, j: table_ref[0, 0, i * group + j],
@@ -249,7 +239,7 @@ def _kernel(
         place = lax.broadcasted_iota(jnp.int32, (query.shape[0], LANES), 1) - lax.rem(i * group, LANES)
 
         def score_page(j, results):
-            parts = [each[buffer, j].astype(jnp.float32) for each in buffers]
+            parts = [each[buffer, j].astype(jnp.float32).reshape(-1, each.shape[-1]) for each in buffers]
             end = jnp.minimum(length - (i * group + j) * page_size, page_size)
             found = score(query, end, *parts)
             return [jnp.where(place == j, new, old) for new, old in zip(found, results, strict=True)]

@@ -70,7 +70,7 @@ def _block_scores(
 
 def code_scores(
     q: Float[Array, "b h d"],
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
@@ -102,7 +102,7 @@ def _code_scores(
     page_table: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     *,
-    key_codes: Int8[Array, "k p c"],
+    key_codes: Int8[Array, "k p r w"],
     key_box: Float[Array, "k p e"],
     page_size: int,
     scale: float,
@@ -122,7 +122,7 @@ def _code_scores(
         error = _products(jnp.abs(query), 0.5 * step).reshape(b, h, m)
 
         # one product for all blocks of a head; scaling the queries instead would need a small product for each block
-        codes = _rows(key_codes, table, s * d).reshape(b * k, m, s, d).astype(jnp.float32)
+        codes = _rows(key_codes, table, key_codes.shape[3]).reshape(b * k, m, s, d).astype(jnp.float32)
         key = (codes * step[:, :, None] + offset[:, :, None]).reshape(b * k, m * s, d)
         scores = jnp.einsum("xtd,xgd->xtg", lax.optimization_barrier(key), query, precision=lax.Precision.HIGHEST)
         # blocks along the last axis, which vectorises exponentials and sums
@@ -170,7 +170,7 @@ def _piecewise(
 
 
 def _rows(summary: Array, page_table: Int[Array, "b n"], width: int) -> Array:
-    """Return "b*k n width": the first columns of every block's row of a summary "k p e"."""
+    """Return "b*k n width": the first columns of every block's rows of a summary "k p *r e"."""
     heads = jnp.arange(summary.shape[0], dtype=jnp.int32)[:, None]
     gathered = summary[heads, page_table[:, None]]
     return gathered.reshape(-1, *gathered.shape[2:])[..., :width]
