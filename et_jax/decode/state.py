@@ -148,6 +148,7 @@ def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> P
         key_codes="codes" in keeps,
         surprisals="surprisals" in keeps,
         depths=depths_of(stacks_of(model, config.stacked)),
+        chips=1 if config.mesh is None else config.mesh.size,
     )
     return PlantState(cache=cache, num_cached=jnp.zeros(config.num_slots, jnp.int32))
 

@@ -17,6 +17,7 @@ from et_jax.control.budget import Budget, PromptRecord
 from et_jax.control.segment import Segment, interval, observed
 from et_jax.decode.attention.blocks import count_blocks
 from et_jax.decode.attention.reading import list_blocks
+from et_jax.decode.attention.summaries import of_blocks
 from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.plant import Plant
@@ -162,7 +163,7 @@ class BudgetedOfLayer:
         """Return the blocks before each row that its queries read, row by row, because a slot's rows are sequential."""
         budget, (r, t, _, d), scale = self.budget, q.shape, softmax.scale
         grouped = q.astype(jnp.float32).reshape(r, t, plant.model.num_kv_heads, -1, d)
-        box = cached.summaries.key_box[:, chunk.table].swapaxes(0, 1).astype(jnp.float32)
+        box = of_blocks(cached.summaries.key_box, chunk.table).astype(jnp.float32)
         # pages that no row attends to may contain anything, and 0 * NaN is NaN
         box = jnp.where(visible[:, None, :, None], box, 0.0)
         low, high = box[..., :d], box[..., d : 2 * d]

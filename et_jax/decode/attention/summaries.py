@@ -1,9 +1,11 @@
 """Summaries of pages: boxes, means and radii of their keys and values, and 8-bit codes of keys."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8, Shaped
 
 from et_jax.decode.cache.eight_bits import scaled
+from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import code_rows
 from et_jax.pallas.per_head import Pages, PerHead, per_head_into
 from et_jax.sums import total
@@ -101,12 +103,29 @@ def summarised(
     fresh = summarise(tokens, jnp.full(page.shape, tokens.shape[-2], jnp.int32), head_dim)
     if codes is not None:
         codes = codes.at[:, page].set(encode(tokens[..., :head_dim], fresh.key_box), mode="drop")
-    summary = PageSummary(
-        key_box=old.key_box.at[:, page].set(fresh.key_box, mode="drop"),
-        mean=old.mean.at[:, page].set(fresh.mean, mode="drop"),
-        value_radius=old.value_radius.at[:, page].set(fresh.value_radius, mode="drop"),
-    )
-    return summary, codes
+    put = in_turn if platform() == "tpu" else _together
+    return jax.tree.map(lambda pool, new: put(pool, page, new.astype(pool.dtype)), old, fresh), codes
+
+
+def _together(pool: Shaped[Array, "k p *x"], page: Int[Array, "*b"], new: Shaped[Array, "k ..."]) -> Array:
+    return pool.at[:, page].set(new, mode="drop")
+
+
+def in_turn(
+    pool: Shaped[Array, "k p *x"], page: Int[Array, "*b"], new: Shaped[Array, "k ..."]
+) -> Shaped[Array, "k p *x"]:
+    """Return a pool with `new` "k *b *x" stored page after page; pages past the end are dropped.
+
+    Storing all of them at once makes XLA copy a pool of one head to another layout on a TPU.
+    """
+    k, num_pages, *rest = pool.shape
+    page, new = page.reshape(-1), new.reshape(k, -1, *rest)
+
+    def store(i: Int[Array, ""], pool: Shaped[Array, "k p *x"]) -> Shaped[Array, "k p *x"]:
+        old, one = (jax.lax.dynamic_slice_in_dim(x, at, 1, axis=1) for x, at in ((pool, page[i]), (new, i)))
+        return jax.lax.dynamic_update_slice_in_dim(pool, jnp.where(page[i] < num_pages, one, old), page[i], axis=1)
+
+    return jax.lax.fori_loop(0, len(page), store, pool)
 
 
 def summarised_by_kernel(
@@ -150,6 +169,14 @@ def _side_by_side(x: Float[Array, " d"], y: Float[Array, " d"], width: int) -> F
     return jnp.where(place == 0, first, jnp.where(place == 1, second, 0.0))
 
 
+def of_blocks(pool: Float[Array, "k p e"], table: Int[Array, "b m"]) -> Float[Array, "b k m e"]:
+    """Return the entries of every block of page tables.
+
+    Heads are indexed too: a slice over one head makes XLA copy the pool to another layout on a TPU.
+    """
+    return pool[jnp.arange(len(pool))[:, None], table[:, None]]
+
+
 def mean_values(mean: Float[Array, "k p e"], table: Int[Array, "b m"], head_dim: int) -> Float[Array, "b k m d"]:
     """Return the mean value of every block of page tables."""
-    return mean[:, table].swapaxes(0, 1)[..., head_dim : 2 * head_dim]
+    return of_blocks(mean, table)[..., head_dim : 2 * head_dim]

@@ -108,14 +108,12 @@ def gathered(leaf: Input) -> Shaped[Array, "b ..."]:
 def _of_pool(leaf: Pages) -> Shaped[Array, "b k *x"]:
     """Return the entries of all rows.
 
-    Every axis of the pool from the third on but the last is indexed: a slice over heads or tokens makes XLA copy the
-    pages into another layout on a TPU.
+    Every axis of the pool but the last is indexed: a slice over heads or tokens makes XLA copy the pool into another
+    layout on a TPU.
     """
     pool, columns = leaf.pool, slice(*leaf.columns or (None,))
     page = leaf.page if leaf.turn is None else leaf.page + leaf.turn[0] * (pool.shape[1] // leaf.depth)
-    if pool.ndim < 4:
-        return pool[:, page].swapaxes(0, 1)[..., columns]
     between = pool.shape[2:-1]
-    head = jnp.arange(pool.shape[0]).reshape(-1, *[1] * len(between))
-    page = page.reshape(len(page), *[1] * (1 + len(between)))
+    page = page.reshape(len(page), 1, *page.shape[1:], *[1] * len(between))
+    head = jnp.arange(pool.shape[0]).reshape(-1, *[1] * (page.ndim - 2))
     return pool[head, page, *jnp.ix_(*map(jnp.arange, between))][..., columns]
