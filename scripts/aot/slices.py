@@ -35,11 +35,21 @@ _SIZES: dict[str, Any] = {"num_slots": 16, "max_length": 8192, "prefill_batch": 
 MIXTRAL = Decoding(name="mixtral_8x7b, 32 layers", model=MIXTRAL_8X7B, num_layers=32, **_SIZES)
 MIXTRAL_INT8 = dataclasses.replace(MIXTRAL, name="mixtral_8x7b, int8, 32 layers", quantize="int8")
 LLAMA = Decoding(name="llama3_8b, 32 layers", model=LLAMA3_8B, num_layers=32, **_SIZES)
+LLAMA_PAPER, LLAMA_CERTIFIED = (
+    dataclasses.replace(LLAMA, name=f"llama3_8b, {control}, 32 layers", control=control)
+    for control in ("paper", "certified")
+)
+MIXTRAL_CERTIFIED = dataclasses.replace(MIXTRAL, name="mixtral_8x7b, certified, 32 layers", control="certified")
 LARGE = Decoding(name="llama3_70b, int8, 80 layers", model=LLAMA3_70B, num_layers=80, quantize="int8", **_SIZES)
 # On which slice each is compiled; the last ones, whose paths others take, only where all programs are asked for.
-USUAL = (("v5e", "2x4", MIXTRAL), ("v6e", "2x4", MIXTRAL))
-SELDOM = (("v5e", "4x4", LARGE), ("v5e", "2x4", MIXTRAL_INT8), ("v5e", "2x2", LLAMA), ("v5e", "2x4", LLAMA))
+USUAL = (("v5e", "2x4", MIXTRAL_CERTIFIED), ("v6e", "2x4", MIXTRAL))
+SELDOM = (
+    ("v5e", "4x4", LARGE),
+    ("v5e", "2x2", LLAMA),
+    *(("v5e", "2x4", one) for one in (MIXTRAL, MIXTRAL_INT8, LLAMA, LLAMA_PAPER, LLAMA_CERTIFIED)),
+)
 COLLECTIVES = "3 all-reduce"  # of embeddings, and in the loop over layers of attention and feed-forward
+LIKELIEST = {("paper", "decode"): "1 all-gather, "}  # of each chip's likeliest tokens, whose entropy the law measures
 
 
 def slice_programs() -> list[Program]:
@@ -100,5 +110,5 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         in_place=True,
         on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
         memory=one.memory,
-        collectives=COLLECTIVES,
+        collectives=LIKELIEST.get((decoding.control, function), "") + COLLECTIVES,
     )

@@ -222,12 +222,7 @@ def shapes_of(operation, shape) -> dict[str, Any]:
 
 
 CHIP_SHAPES = {
-    operation.name: [
-        name
-        for name, shape in operation.shapes.items()
-        if not shape.tested
-    ]
-    for operation in OPERATIONS
+    operation.name: [name for name, shape in operation.shapes.items() if not shape.tested] for operation in OPERATIONS
 }
 
 

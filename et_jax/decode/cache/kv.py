@@ -109,11 +109,9 @@ def empty(
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals if requested.
 
-    A `dtype` of 8 bits has scales. The copies require `summaries`, whose boxes define them. `depths` is the number of
-    layers at each place, None for one each.
-
-    Boxes are in float32 with 8 bits, and if each of the `chips` that share the heads has one head: a TPU stores pages
-    of one head in bfloat16 in pairs, and the kernels that score blocks read single pages.
+    A `dtype` of 8 bits has scales. Boxes are then in float32, as if each of `chips` has one head: a TPU stores two pages
+    of one head a word in bfloat16, and kernels read single pages. The copies require `summaries`, whose boxes define
+    them. `depths` is the number of layers at each place, None for one each.
 
     A multiple of 8 pages gets one more, which no table uses. A TPU stores the summaries of such a pool in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, the layout of every other number
@@ -123,11 +121,10 @@ def empty(
         raise ValueError("key_codes: got True without summaries, whose boxes the codes require")
     num_pages += num_pages % SUBLANES == 0
     e, scaled = token_width(head_dim), jnp.dtype(dtype) in EIGHT_BITS
-    boxes = jnp.float32 if scaled or num_kv_heads == chips else dtype
 
     def summary(num_pages: int) -> PageSummary:
         return PageSummary(
-            key_box=jnp.zeros((num_kv_heads, num_pages, e), boxes),
+            key_box=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32 if scaled or num_kv_heads == chips else dtype),
             mean=jnp.zeros((num_kv_heads, num_pages, e), jnp.float32),
             value_radius=jnp.zeros((num_kv_heads, num_pages), jnp.float32),
         )
