@@ -109,9 +109,9 @@ def empty(
 ) -> KVCache:
     """Return a cache of zeros, with 8-bit copies of the keys and the tokens' surprisals if requested.
 
-    A `dtype` of 8 bits has scales. Boxes are then in float32, as if each of `chips` has one head: a TPU stores two pages
-    of one head a word in bfloat16, and kernels read single pages. The copies require `summaries`, whose boxes define
-    them. `depths` is the number of layers at each place, None for one each.
+    A `dtype` of 8 bits has scales. Boxes are then in float32, and also if each of the `chips` has one head: in bfloat16
+    a TPU stores two pages of one head a word, and kernels read single pages. The copies require `summaries`, whose
+    boxes define them. `depths` is the number of layers at each place, None for one each.
 
     A multiple of 8 pages gets one more, which no table uses. A TPU stores the summaries of such a pool in tiles of 8
     pages of one head; the kernels that score blocks read all heads of a page at once, the layout of every other number

@@ -74,9 +74,9 @@ def code_scores(
         block_lse = log sum_(j in block) exp(cap(scale q . key_j))     in nats, float32
         error     = scale sum_c |q_c| s_c / 2                          block_lse is within it of the stored keys' own
 
-    key_codes: a page's tokens one after the other, cut into rows as in `checks.code_rows`. The rest is as in `block_scores`. Tokens at or
-    past the length do not count; blocks there are -inf with error 0. cap(z) is soft_cap tanh(z / soft_cap), or z for
-    None: its slope is at most 1, so the error bound is unchanged.
+    key_codes: a page's tokens one after the other, in the rows of `checks.code_rows`. The rest is as in `block_scores`.
+    Tokens at or past the length do not count; blocks there are -inf with error 0. cap(z) is
+    soft_cap tanh(z / soft_cap), or z for None: its slope is at most 1, so the error bound is unchanged.
     """
     _require(q, key_box, page_table, lengths, page_size, scale)
     require(soft_cap is None or soft_cap > 0, "soft_cap", soft_cap, "a positive number or None")

@@ -139,8 +139,8 @@ def _pass_over(
 ) -> tuple[Float[Array, "b h n"], ...]:
     """Return the results of `score` for every block, and `empty` for those past the length.
 
-    score: from the scaled queries "gk d" of one row, the number of valid tokens of the page and the page's
-    part of each pool "k p *x", the rows of all heads, to numbers "gk 1". Queries are ordered by place in the group, then by KV head.
+    score: from the scaled queries "gk d" of one row, the number of valid tokens of the page and its rows in each
+    pool, head by head, to numbers "gk 1". Queries are ordered by place in the group, then by KV head.
     """
     b, h, d = q.shape
     k, n = pools[0].shape[0], page_table.shape[1]

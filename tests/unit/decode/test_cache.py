@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from stored_tokens import LARGEST, as_stored
 
+from et_jax.decode.attention import summaries
 from et_jax.decode.cache import eight_bits, kv
 
 HEADS, PAGES, SIZE, DIM = 2, 9, 4, 5
@@ -160,12 +161,11 @@ def test_page_by_page_is_stored_what_is_stored_token_by_token(dtype, width, star
     table = np.asarray([TABLE[0]] * 3) if count[2] else TABLE
     given = [jnp.asarray(x, jnp.int32) for x in (table, start, count, [9] * 3 if count[2] else np.add(start, count))]
     before = dirty(dtype, 3.0)
-    expected = write(before, k, v, *given)
+    expected = jax.tree.leaves(write(before, k, v, *given))
     monkeypatch.setattr(kv, "platform", lambda: "tpu")
-    got = kv.write(before, k, v, *given)
-    for name in ("pages", "kv_scales"):
-        one, other = (np.asarray(getattr(layer, name), np.float32) for layer in (got, expected))
-        np.testing.assert_array_equal(one, other)
+    monkeypatch.setattr(summaries, "platform", lambda: "tpu")
+    for one, other in zip(jax.tree.leaves(jax.jit(kv.write)(before, k, v, *given)), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "out of order"])
