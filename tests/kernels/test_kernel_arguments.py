@@ -11,6 +11,7 @@ from cases import ATTENTION, BLOCK, CODE, PREFILL
 from jaxtyping import TypeCheckError
 from ladder import taken
 
+from et_jax.pallas.checks import code_rows
 from et_jax.softmax import Softmax
 
 RIGHT: dict[Any, dict[str, tuple[int, ...]]] = {
@@ -155,3 +156,11 @@ def test_only_the_sinks_are_traced():
         np.testing.assert_array_equal(scaled(softmax), [sink / 2] * 2)
     assert traced == [None, 3]
     assert jax.tree.leaves(softmax.without_sinks) == [] and softmax.without_sinks == Softmax(scale=0.5, window=3)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "rows"),
+    [(128, 128, (128, 128)), (128, 64, (64, 128)), (32, 96, (8, 384)), (16, 256, (16, 256)), (2, 96, (1, 192))],
+)
+def test_rows_of_codes_are_full_lanes_of_full_tokens(page_size, head_dim, rows):
+    assert code_rows(page_size, head_dim) == rows

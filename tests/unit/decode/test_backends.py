@@ -59,6 +59,13 @@ def test_blocks_are_scored_by_the_backend_of_attention_or_by_one_that_can():
     assert scoring_backend(MODEL, 16, F32, True, "reference") == ("reference", ())
 
 
+@pytest.mark.parametrize("num_heads", [1, 2, 10])
+def test_a_tpu_scores_the_codes_of_any_number_of_heads(num_heads):
+    model = dataclasses.replace(MODEL, num_heads=num_heads, num_kv_heads=num_heads, head_dim=128)
+    with on(V5):
+        assert scoring_backend(model, 128, BF16, True, "tpu") == ("tpu", ())
+
+
 def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_the_reason():
     summed = as_selector(lambda view: jnp.sum(view.middle, axis=0) > 0)
     with on(H200):

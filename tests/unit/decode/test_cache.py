@@ -168,6 +168,14 @@ def test_page_by_page_is_stored_what_is_stored_token_by_token(dtype, width, star
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "chips", "boxes"),
+    [(jnp.bfloat16, 1, jnp.bfloat16), (jnp.bfloat16, HEADS, jnp.float32), (jnp.int8, 1, jnp.float32)],
+)
+def test_boxes_of_pages_that_a_word_would_pair_are_in_float32(dtype, chips, boxes):
+    assert kv.empty(1, HEADS, DIM, PAGES, SIZE, dtype, chips=chips).layers[0].summaries.key_box.dtype == boxes
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["in order", "out of order"])
 def test_rows_of_one_sequence_may_share_a_page(order):
     """Two tokens and three, of which one is in the first one's page: its summary speaks of both, in any order."""
