@@ -3,7 +3,7 @@
 A page is copied with all KV heads at once. Its codes consist of full tiles for each head. Its summaries do viewed as
 "p k e", and XLA uses that layout for a pool "k p e" where it wastes least: where the heads fill a tile's rows and the
 pages do not. Otherwise XLA inserts a transposed copy, of two hundredths of the size of the pages, before the kernel
-runs: with one head, if it is in bfloat16, of which two share a word, and with three or five to seven heads.
+runs: with one head in bfloat16, of which two share a word, and unless the heads are 1, 2, 4 or a multiple of 8.
 """
 
 import functools
@@ -76,10 +76,10 @@ def code_scores(
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
     d, (k, _, rows, width) = q.shape[2], key_codes.shape
-    least = SUBLANES * math.lcm(d, LANES) // d
-    if page_size % least:
+    fewest = SUBLANES * math.lcm(d, LANES) // d  # tokens in full tiles
+    if page_size % fewest:
         raise NotImplementedError(
-            f'backend "tpu" reads codes of a multiple of {least} tokens at head dim {d}, not {page_size}: use "xla"'
+            f'backend "tpu" reads codes of a multiple of {fewest} tokens at head dim {d}, not {page_size}: use "xla"'
         )
     tokens = width // d  # of a row
 
