@@ -167,7 +167,7 @@ def test_what_a_cluster_cannot_do_is_one_sentence(folder, tmp_path, cluster):
     said = process.communicate(timeout=PATIENCE)[1].splitlines()[-1]
     assert process.returncode == 2 and said.startswith("error: ") and "100000" in said and said.endswith(".")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UsageError, match=r"9 actors of CPU=1, and beside the reading there is room for 2; .*num_cpus"):
+    with pytest.raises(UsageError, match=r"9 actors of CPU=1, and besides reading there is room for 2; .*num_cpus"):
         decode(ray.data.range(3), EngineConfig(), concurrency=9)
 
 
