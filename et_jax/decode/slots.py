@@ -4,6 +4,7 @@ Like the functions of `decode`, each takes a state and returns one.
 """
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -159,6 +160,8 @@ def write_row(
     here = jnp.arange(config.num_slots) == slot
     shift = row["plants"][0]["shift"]
     num_cached = row["length"] if shift is None else row["length"] - shift
+    if config.takes_turns:  # one of the models may have written the newest token, for which the other is awaited
+        num_cached = functools.reduce(jnp.maximum, (own["num_cached"] for own in row["plants"]), num_cached)
     blocks = -(-num_cached // config.page_size)
     table, granted = pages.reserve(state.table, jnp.where(here, blocks, 0), config.blocks_per_slot)
     granted = granted[slot]

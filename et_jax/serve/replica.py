@@ -306,7 +306,7 @@ class Replica:
         if row.fault:
             return self.slots.stop(sequence, "error", faults.sentence(row.fault, len(sequence.trace)))
         if row.trace is None:
-            return None
+            return self.pool.wait(slot) if sequence.waits else None
         self.metrics.add_token(row.trace)
         self.pool.write(slot)
         try:

@@ -129,6 +129,11 @@ class Sequence:
         return len(self.prompt_ids) + len(self.trace) - 1
 
     @property
+    def waits(self) -> bool:
+        """Whether one of two models ran since its last token, so that it waits for the other."""
+        return self.unpaid is not NOTHING
+
+    @property
     def most_written(self) -> int:
         """The most tokens that it can write to the cache: all but the last that it may produce."""
         return len(self.prompt_ids) - 1 + self.limit

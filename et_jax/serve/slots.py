@@ -76,7 +76,8 @@ class Slots:
         self.metrics.preemptions += 1
 
     def _swap_in(self, slot: int, sequence: Sequence) -> None:
-        self.pool.swap_in(slot, sequence.prompt_ids, sequence.most_written, sequence.num_written, sequence.adapter)
+        prompt, most, written = sequence.prompt_ids, sequence.most_written, sequence.num_written
+        self.pool.swap_in(slot, prompt, most, written, sequence.adapter, waits=sequence.waits)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
         sequence.row, sequence.swapped = None, []

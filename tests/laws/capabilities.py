@@ -215,7 +215,9 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF, drafts=True
     ),
     "ead": lambda: Capability(
-        settings={"control": preset("ead_guarded", tau=3.0), "small": _small()}, dense={"tau": -1.0}
+        load=functools.partial(tiny, WIDE),  # of which sequences wait at the end of a page when they are preempted
+        settings={"control": preset("ead_guarded", tau=3.0), "small": _small(WIDE_SMALL)},
+        dense={"tau": -1.0},
     ),
     "experts by mass, adapters": lambda: Capability(
         load=functools.partial(tiny, MIXTURE),
@@ -263,7 +265,6 @@ OVER_DEVICES: dict[str, Callable[[], Capability]] = {
         load=functools.partial(tiny, WIDE),
         settings=_FOUR | {"control": preset("entropyinfer", prefill_budget=16)},
         dense=None,
-        prunes=True,
         keeps_prefixes=False,
     ),
     "over devices, paper, stacked, experts by entropy": lambda: _pruning(

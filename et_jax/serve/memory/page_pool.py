@@ -20,7 +20,8 @@ class Claim:
     """The pages that a slot's sequence has and may require.
 
     `written` of its tokens were written to the cache, of which compression dropped `shift`; it never writes more than
-    `most`. Its pages in `locked` are also cached prefix pages, and counted as such. It locks no other pages, because it
+    `most`. If it `waits`, one of two models has already written the token that the other one's step writes next. Its
+    pages in `locked` are also cached prefix pages, and counted as such. It locks no other pages, because it
     could then run out of pages by itself. `begun` sequences have looked up cached prefixes; `running` ones have their
     prompt in the cache, except for the last token.
     """
@@ -30,6 +31,7 @@ class Claim:
     adapter: int = 0
     written: int = 0
     shift: int = 0
+    waits: bool = False
     locked: list[int] = dataclasses.field(default_factory=list)
     begun: bool = False
     running: bool = False
@@ -37,12 +39,12 @@ class Claim:
     @property
     def cached(self) -> int:
         """Tokens in the cache."""
-        return self.written - self.shift
+        return self.written + self.waits - self.shift
 
     @property
     def next_tokens(self) -> int:
         """Tokens in the cache once its next step, or its prefill and the first step, is done."""
-        return self.cached + 1 if self.running else len(self.prompt)
+        return self.written + 1 - self.shift if self.running else len(self.prompt)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,9 +147,11 @@ class PagePool:
         """
         self._claims[slot] = Claim(prompt=prompt, most=most, adapter=adapter)
 
-    def swap_in(self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0) -> None:
+    def swap_in(
+        self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0, *, waits: bool = False
+    ) -> None:
         """Claim the pages of a running sequence that returns to an empty slot, with `written` tokens written so far."""
-        claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, begun=True, running=True)
+        claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, waits=waits, begun=True, running=True)
         while (point := self._point(claim)) is not None and point <= written:
             claim.shift = point - self._room
         self._claims[slot] = claim
@@ -174,6 +178,11 @@ class PagePool:
     def write(self, slot: int, num_tokens: int = 1) -> None:
         """Claim the pages of `num_tokens` more tokens."""
         self._claims[slot].written += num_tokens
+        self._claims[slot].waits = False
+
+    def wait(self, slot: int) -> None:
+        """Claim the page of the token that a step wrote for a sequence that now waits for the other model."""
+        self._claims[slot].waits = True
 
     def run(self, slot: int) -> None:
         """Record that the prompt of a slot is in the cache."""
