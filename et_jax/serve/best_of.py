@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator
 
 from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.requests import SamplingParams
 from et_jax.serve.sequence import Sequence
 
 
@@ -13,20 +14,21 @@ class BestOf:
     """The requests of a call with `best_of`, and the events of their sequences that have not ended."""
 
     def __init__(self) -> None:
-        self._asked: dict[int, int] = {}  # by prompt index, the number of continuations to return
-        self._sampled: dict[int, int] = {}
+        self._asked: dict[int, SamplingParams] = {}  # by prompt index
         self._events: dict[int, list[TokenEvent]] = {}
 
     def watched(self, sequences: Iterable[Sequence | TokenEvent]) -> Iterator[Sequence | TokenEvent]:
         """Yield the sequences of a call, and remember which of them belong to requests with `best_of`."""
         for one in sequences:
             if isinstance(one, Sequence) and one.request.params.sampled > one.request.params.n:
-                self._asked[one.prompt_index] = one.request.params.n
-                self._sampled[one.prompt_index] = one.request.params.sampled
+                self._asked[one.prompt_index] = one.request.params
             yield one
 
     def chosen(self, events: Generator[TokenEvent]) -> Generator[TokenEvent]:
-        """Yield events; those of a request with `best_of` once all its sequences have ended, of the best ones alone."""
+        """Yield events; those of a request with `best_of` once all its sequences have ended, of the best ones alone.
+
+        If the call is cancelled before it submits all of them, the best of the submitted ones count.
+        """
         with contextlib.closing(events):
             for event in events:
                 if (number := event.prompt_index) not in self._asked:
@@ -34,10 +36,20 @@ class BestOf:
                     continue
                 waiting = self._events.setdefault(number, [])
                 waiting.append(event)
-                ended = [one.completion for one in waiting if one.completion is not None]
-                if len(ended) == self._sampled[number]:
-                    yield from _of(waiting, best(ended, self._asked[number]))
-                    del self._asked[number], self._sampled[number], self._events[number]
+                if sum(one.completion is not None for one in waiting) == self._asked[number].sampled:
+                    yield from self._best(number)
+            for number in list(self._events):
+                yield from self._best(number)
+
+    def _best(self, number: int) -> Iterator[TokenEvent]:
+        """Yield the events of the best completions of a request, numbered by their order, and forget the request."""
+        events, n = self._events.pop(number), self._asked.pop(number).n
+        ended = [event.completion for event in events if event.completion is not None]
+        for index, completion in enumerate(best(ended, n)):
+            for event in events:
+                if event.index == completion.index:
+                    last = None if event.completion is None else dataclasses.replace(event.completion, index=index)
+                    yield dataclasses.replace(event, index=index, completion=last)
 
 
 def best(completions: list[Completion], n: int) -> list[Completion]:
@@ -52,12 +64,3 @@ def best(completions: list[Completion], n: int) -> list[Completion]:
         return one.error is None, -mean
 
     return sorted(completions, key=rank)[:n]
-
-
-def _of(events: list[TokenEvent], completions: list[Completion]) -> Iterator[TokenEvent]:
-    """Yield the events of some completions, which are numbered by their order."""
-    for index, completion in enumerate(completions):
-        for event in events:
-            if event.index == completion.index:
-                ended = None if event.completion is None else dataclasses.replace(event.completion, index=index)
-                yield dataclasses.replace(event, index=index, completion=ended)

@@ -35,9 +35,11 @@ def rollouts(
 ) -> Rollouts:
     """Return completions as arrays, with the token ids of the prompt of each.
 
-    Rows have `length` tokens, by default as many as the longest. Raises UsageError if one is longer, or if a completion
-    has an error.
+    Rows have `length` tokens, by default as many as the longest. Raises UsageError if one is longer, if a completion
+    has an error, or if there are not as many prompts.
     """
+    if len(prompts) != len(completions):
+        raise UsageError(f"There are {len(prompts)} prompts and {len(completions)} completions; give one for each.")
     rows = [[*prompt, *one.token_ids] for prompt, one in zip(prompts, completions, strict=True)]
     longest = max(map(len, rows), default=0)
     if length is not None and longest > length:

@@ -5,8 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 from capabilities import tiny
+from stand_in import completion
 
 from et_jax.errors import UsageError
+from et_jax.serve.best_of import BestOf
+from et_jax.serve.completions import TokenEvent
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -30,6 +33,17 @@ def test_the_likeliest_of_those_sampled_are_returned_beside_other_requests():
         assert "".join(event.text for event in events if event.index == 1) == likeliest[1].text
         ended = [(index, one.text) for index, one in model.as_completed(mixed[:1])]
         assert ended == [(0, one.text) for one in likeliest]
+        stopped = [one for _, one in model.as_completed(mixed[:1], cancelled=lambda: model.metrics.steps > 3)]
+        assert [(one.index, one.finish_reason) for one in stopped] == [(0, "abort"), (1, "abort")]
+
+
+def test_a_call_cancelled_amid_its_submissions_returns_the_best_of_those_submitted():
+    ended = [completion("It", "ab", 0, finish_reason="abort"), completion("It", "cd", 1, finish_reason="abort")]
+    params = SamplingParams(n=1, best_of=3)
+    chooser = BestOf()
+    chooser._asked[0] = params
+    events = (TokenEvent(prompt_index=0, index=one.index, text="", trace=None, completion=one) for one in ended)
+    assert [event.completion.text for event in chooser.chosen(events) if event.completion] == ["ab"]
 
 
 def test_fewer_than_are_returned_is_refused():

@@ -29,5 +29,7 @@ def test_log_probabilities_are_those_of_a_forward_pass():
         entropy = -(np.exp(log_p) * log_p).sum(axis=-1)
         np.testing.assert_allclose(found.entropies[:, 1:][mask], entropy[mask], atol=1e-5)
         assert not found.log_probs[~found.generated].any()
+        with pytest.raises(UsageError, match="There are 1 prompts and 2 completions; give one for each"):
+            rollouts(prompts[:1], completions)
         with pytest.raises(UsageError, match="length is 9; the longest prompt and continuation have 1"):
             rollouts(prompts, completions, 9)
