@@ -173,7 +173,7 @@ def _run_prompt(args: argparse.Namespace, signals: Signals) -> int:
         if args.trace is not None:  # an existing file stays until there is something to write
             about = _about(args, model, ids[0], params)
             trace = TraceWriter(stack.enter_context(streams.open_text(args.trace)), about)
-        report = Report(status, trace, n=params.n, as_json=args.json, stream=not args.no_stream)
+        report = Report(status, trace, params, as_json=args.json, stream=not args.no_stream)
         events = model.stream(ids, params, cancelled=signals.received)
         model.warm_up(drafts=False)  # before there is a text to keep: an interrupt ends it at once
         _load_prefix(args, model)

@@ -8,6 +8,7 @@ from typing import Any
 from et_jax.io.terminal import fitted, takes_escapes
 from et_jax.report.trace import TraceWriter
 from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.requests import SamplingParams
 from et_jax.serve.totals import Totals
 
 
@@ -49,12 +50,15 @@ class Report:
     fails, the text continues without it.
     """
 
-    def __init__(self, status: Status, trace: TraceWriter | None, *, n: int, as_json: bool, stream: bool) -> None:
-        self._status, self._trace, self._n, self._as_json = status, trace, n, as_json
+    def __init__(
+        self, status: Status, trace: TraceWriter | None, params: SamplingParams, *, as_json: bool, stream: bool
+    ) -> None:
+        self._status, self._trace, self._as_json = status, trace, as_json
+        self._n, self._sampled = params.n, params.sampled
         self._began = time.perf_counter()
         self._first = self._last = 0.0
         self._tokens = 0
-        self._streams = stream and not as_json and n == 1
+        self._streams = stream and not as_json and self._n == 1
         self.completions: list[Completion] = []
 
     def take(self, event: TokenEvent) -> None:
@@ -95,11 +99,11 @@ class Report:
             return "no token produced"
         wait = self._first - self._began
         rate = (self._tokens - 1) / (self._last - self._first) if self._tokens > 1 else 0.0
+        speed = f"{rate:.1f} tokens/s, first after {wait:.2f} s"
+        if self._sampled > self._n:  # they arrive together
+            speed = f"the likeliest {self._n} of {self._sampled} after {wait:.2f} s"
         reasons = ", ".join(sorted({completion.finish_reason for completion in self.completions}))
-        return (
-            f"[{self._tokens} tokens ({reasons}), {rate:.1f} tokens/s, first after {wait:.2f} s; "
-            f"{Totals.of(self.completions).described()}]"
-        )
+        return f"[{self._tokens} tokens ({reasons}), {speed}; {Totals.of(self.completions).described()}]"
 
 
 def _json(value: dict[str, Any]) -> str:
