@@ -7,8 +7,8 @@
 tests of the files that enter it, for a function that is traced once is entered by the first test alone. Files named for
 the fault's module come first. What runs in a process of its own enters nothing, so commands come last, and are tried
 for the outer folders alone. PYTEST ARGUMENTS choose the tests of either, such as `-m slow`. Results are added to
-benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again, and one
-whose tests run longer than `SECONDS` gets none.
+benchmarks/results/faults.json by the name of the run (`--name`); a fault that has one there is not tried again. One
+whose tests run longer than `SECONDS`, or end pytest itself (as a test of more than `TEST_SECONDS` does), gets none.
 """
 
 import argparse
@@ -32,6 +32,7 @@ FAULTS, RESULTS = ROOT / "tests/faults", ROOT / "benchmarks/results/faults.json"
 COMMANDS, LAWS = "tests/commands", "tests/laws"  # what commands run is in processes of their own
 INNER = ("control", "decode", "models")  # commands are not tried for these: they would take minutes, and see little
 SECONDS = 1200  # for all tests of one fault
+TEST_SECONDS = 200
 QUICK = 60.0  # processor seconds of the tests that are tried first
 Entered = dict[tuple[str, str], set[str]]  # the tests that enter a function, which is (file, name)
 
@@ -115,23 +116,32 @@ def tests_of(fault: dict[str, str], entered: Entered, seconds: dict[str, float])
     return quick, in_order(files, of_file)
 
 
+class NoResult(Exception):
+    """The tests of a fault said neither that one fails nor that all pass."""
+
+
 def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: list[str]) -> str | None:
     """Return the first test that fails with a fault in a copy of the code in `folder`; None where none does.
 
-    Raises subprocess.TimeoutExpired after `SECONDS`.
+    Raises NoResult if pytest takes longer than `SECONDS`, or ends without a failed test.
     """
     ignored = shutil.ignore_patterns(".venv*", ".git", "site", "runs", "benchmarks/results")
     tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True, dirs_exist_ok=True))
     place = tree / fault["file"]
     place.write_text(place.read_text(encoding="utf-8").replace(fault["old"], fault["new"]), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=200"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", f"--timeout={TEST_SECONDS}"]
     paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
     how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
-    done = subprocess.run([*command, *tests, *arguments], **how)
+    try:
+        done = subprocess.run([*command, *tests, *arguments], **how)
+    except subprocess.TimeoutExpired as error:
+        raise NoResult(f"no result in {SECONDS} s") from error
     if done.returncode in (0, 5):  # 5: no test is chosen
         return None
     ended = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ended[0] if ended else f"pytest itself (ends with {done.returncode})"
+    if not ended:
+        raise NoResult(f"no result, for pytest itself ended with {done.returncode}")
+    return ended[0]
 
 
 def run(args: argparse.Namespace, arguments: list[str]) -> None:
@@ -148,8 +158,8 @@ def run(args: argparse.Namespace, arguments: list[str]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 seen = seen_by(fault, Path(folder), quick, arguments) if quick else None
                 seen = seen or (seen_by(fault, Path(folder), files, arguments) if files else None)
-        except subprocess.TimeoutExpired:
-            print(f"{fault['file']}: {fault['what']}: no result in {SECONDS} s", flush=True)
+        except NoResult as reason:
+            print(f"{fault['file']}: {fault['what']}: {reason}", flush=True)
             return None
         print(f"{fault['file']}: {fault['what']}: {seen or 'NOT SEEN'}", flush=True)
         return {"file": fault["file"], "what": fault["what"], "seen_by": seen, "files_tried": len(files)}
