@@ -53,8 +53,12 @@ def parser() -> argparse.ArgumentParser:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", "-p", help="the text to continue; - reads standard input (at most 16 MiB)")
     source.add_argument(
-        "--input", "-i", metavar="FILE", help="a prompt per line: JSON lines, .parquet or a saved data set; see --ray"
+        "--input",
+        "-i",
+        metavar="FILE",
+        help="a prompt per line: JSON lines, .parquet, a saved data set, hf://datasets/OWNER/NAME/FILE; see --ray",
     )
+    p.set_defaults(input_commit=None)  # of a file on the hub
     source.add_argument("--interactive", action="store_true", help="chat on the terminal; /help shows its commands")
     source.add_argument(
         "--check", action="store_true", help="say whether the model will run here and what it needs; reads no weight"
@@ -125,6 +129,8 @@ def _run(args: argparse.Namespace, signals: Signals) -> int:
     flags.check_combination(args)
     if not args.ray:
         files.check_written(args)
+    files.download_input(args)
+    if not args.ray:
         files.check_distinct(args)
     if args.check:
         return _run_check(args)

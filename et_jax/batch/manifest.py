@@ -21,7 +21,11 @@ _MAX_BYTES = 16 * 2**20
 _SHOWN = 60  # characters of a value in a sentence
 _MAX_NAMED = 16  # settings in a sentence
 _NOT_COMPARED = ("model", "version")
-_CALLED = {"model_files": "the digest of the files of the model and its adapter", "platform": "the kind of device"}
+_CALLED = {
+    "model_files": "the digest of the files of the model and its adapter",
+    "platform": "the kind of device",
+    "input_commit": "the commit of --input, which hf://datasets/OWNER/NAME@COMMIT/FILE names,",
+}
 
 
 def manifest_path(output: Path) -> Path:

@@ -32,6 +32,15 @@ def check_written(args: argparse.Namespace) -> None:
         check_place(args.report)
 
 
+def download_input(args: argparse.Namespace) -> None:
+    """Put the local copy of an --input on the hub in the place of its address. Raises UsageError if there is none."""
+    if args.input is not None and args.input.startswith("hf://"):
+        from et_jax.batch.hub import download
+
+        path, args.input_commit = download(args.input)
+        args.input = str(path)
+
+
 def check_distinct(args: argparse.Namespace) -> None:
     """Find out before anything is written that no file of the command is another one."""
     from et_jax.batch.manifest import manifest_path

@@ -48,6 +48,7 @@ def batch_settings(
         "model_files": fingerprint(resolve(args.model), engine.adapter),
         **beside,
         "platform": platform,
+        **flags.given(args, ("input_commit",)),
         **engine.decisive,
         "control": args.control,
         **({} if (least := engine.laws.min_context) is None else {"min_context": least}),

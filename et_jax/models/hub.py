@@ -50,11 +50,11 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, 
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)):
         raise UsageError(f"{given} is neither a folder nor a hub name such as owner/model; check the spelling.")
 
-    from huggingface_hub import errors, hf_hub_download, snapshot_download
+    from huggingface_hub import errors, hf_hub_download, hf_hub_url, snapshot_download
 
     repository = str(name)
     try:
-        kept = not _is_reached(repository)
+        kept = not is_reached(hf_hub_url(repository, "config.json"))
         config = hf_hub_download(repository, "config.json", local_files_only=kept)
         (check or read_config)(Path(config).parent)
         if config_only:
@@ -79,13 +79,13 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, 
         raise UsageError(f"{name} could not be downloaded ({reason}); try again, or name a local folder.") from error
 
 
-def _is_reached(repository: str) -> bool:
-    """Return whether the hub answers, whatever it says. The library itself tries for half a minute."""
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+def is_reached(url: str) -> bool:
+    """Return whether the hub answers for a file, whatever it says. The library itself tries for half a minute."""
+    from huggingface_hub import errors, get_hf_file_metadata
 
     failed: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which is not always the same one
     try:
-        get_hf_file_metadata(hf_hub_url(repository, "config.json"), timeout=_PATIENCE)
+        get_hf_file_metadata(url, timeout=_PATIENCE)
     except errors.HfHubHTTPError:
         return True
     except (failed, errors.OfflineModeIsEnabled):
