@@ -15,6 +15,7 @@ if importlib.util.find_spec("lm_eval") is None:
     print("error: et_jax.harness needs lm_eval; install it with: pip install 'et_jax[eval]'.", file=sys.stderr)
     raise SystemExit(2)
 
+import jax
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -24,25 +25,42 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 import et_jax
 from et_jax.cli.command import USAGE
 from et_jax.errors import UsageError
+from et_jax.scope import platform
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 _MOST_GENERATED = 256  # tokens of an answer, unless the task says another number
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {"n", "stop", "max_tokens", "logprobs"}
 _PARTS = 64  # texts that are scored per call
+_ASSUMED = "cuda:0"  # the device that the harness's command line passes if none is asked for
+_PLATFORMS = {"cpu": "cpu", "cuda": "gpu", "gpu": "gpu", "tpu": "tpu"}  # of JAX, by the name of a device
+
+
+class Rendered(str):
+    """A text that begins as the chat template opens a conversation; so does its beginning, and its continuation."""
+
+    is_rendered = True  # the harness's cache of requests may restore a copy of this class
+
+    def __add__(self, other: str) -> "Rendered":
+        return Rendered(str.__add__(self, other))
+
+    def __getitem__(self, key: Any) -> str:
+        part = str.__getitem__(self, key)
+        return Rendered(part) if isinstance(key, slice) and not key.start else part
 
 
 class Harness(TemplateLM):
     """A model that `et_jax.load` loads, as the harness asks it: log-probabilities and answers.
 
-    Log-probabilities are those of dense attention. Answers are generated under the model's own control.
+    Log-probabilities are those of dense attention. Answers are generated under the model's own control. `device` is
+    that of `start`.
     """
 
     def __init__(self, model: str = "bundled", batch_size: int | str = 8, device: str | None = None, **settings: Any):
         super().__init__()
+        start(device)
         size = int(batch_size) if str(batch_size).isdecimal() else 8  # "auto" is a number that others search for
         self.model = et_jax.load(model, **{"max_num_seqs": size} | settings)
         self.tokenizer = self.model.tokenizer
-        self._templated = False
 
     @property
     def eot_token_id(self) -> int:
@@ -58,17 +76,16 @@ class Harness(TemplateLM):
         return self.model.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Return the ids of a text; with the token before every text, unless the chat template wrote it."""
-        special = not self._templated if add_special_tokens is None else add_special_tokens
+        """Return the ids of a text; with the token before every text, unless the chat template wrote this one."""
+        special = not getattr(string, "is_rendered", False) if add_special_tokens is None else add_special_tokens
         return self.tokenizer.encode(string) if special else self.tokenizer.backend.encode(string, special=False)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as the model's template writes it; without the prompt, its last message stays open."""
-        self._templated = True
         if add_generation_prompt:
-            return self.tokenizer.render(chat_history)
+            return Rendered(self.tokenizer.render(chat_history))
         *before, last = chat_history
-        return self.tokenizer.render(before) + last["content"]
+        return Rendered(self.tokenizer.render(before) + last["content"])
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **ignored: Any
@@ -134,6 +151,30 @@ class Harness(TemplateLM):
 
 
 register_model("et_jax")(Harness)
+
+
+def start(device: str | None) -> None:
+    """Let JAX start on a device, "cpu", "cuda", "gpu" or "tpu"; on its own choice for None and the harness's default.
+
+    Raises UsageError for another name or number, and if JAX does not have the device or runs on another.
+    """
+    if device in (None, _ASSUMED):
+        return
+    kind, _, number = str(device).partition(":")
+    if kind not in _PLATFORMS or number not in ("", "0"):
+        raise UsageError(f"device is {device}; it must be cpu, cuda, gpu or tpu, of which the first is used.")
+    named = {"cpu": "cpu", "gpu": "cuda,cpu"}.get(kind, f"{kind},cpu")
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", named)  # has no effect once JAX runs
+    try:
+        found = platform()
+    except UsageError:
+        found = None
+    if found != _PLATFORMS[kind]:
+        jax.config.update("jax_platforms", before)
+        raise UsageError(
+            f"device is {device} and JAX runs on {platform()}; leave it out, or start JAX with JAX_PLATFORMS={named}."
+        )
 
 
 def _by_context(
