@@ -17,7 +17,7 @@ from msgspec import Meta
 from et_jax.cli.streams import Stream
 from et_jax.errors import UsageError
 from et_jax.io.json_files import checked
-from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.completions import Completion, FinishReason, PromptRead, TokenEvent, TokenTrace, Unreturned
 from et_jax.serve.requests import MAX_N
 
 VERSION = 1
@@ -49,6 +49,7 @@ class End:
     prompt_read: PromptRead | None
     tokens_left_out: Annotated[int, Meta(ge=0)]
     text: str
+    unreturned: Unreturned | None = None
 
 
 class TraceWriter:
@@ -74,6 +75,7 @@ class TraceWriter:
             prompt_read=done.prompt_read,
             tokens_left_out=done.tokens_left_out,
             text=event.text if event.trace is None else "",
+            unreturned=done.unreturned,
         )
         self._write({"index": event.index, "end": dataclasses.asdict(end)})
 
@@ -151,6 +153,7 @@ def _completion(about: About, index: int, rows: list[TokenTrace], end: End | Non
         prompt_read=None if end is None else end.prompt_read,
         tokens_left_out=0 if end is None else end.tokens_left_out,
         min_context=about.min_context,
+        unreturned=None if end is None else end.unreturned,
     )
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Generator, Iterable, Iterator
 
-from et_jax.serve.completions import Completion, TokenEvent
+from et_jax.serve.completions import Completion, TokenEvent, Unreturned
 from et_jax.serve.requests import SamplingParams
 from et_jax.serve.sequence import Sequence
 
@@ -42,14 +42,21 @@ class BestOf:
                 yield from self._best(number)
 
     def _best(self, number: int) -> Iterator[TokenEvent]:
-        """Yield the events of the best completions of a request, numbered by their order, and forget the request."""
+        """Yield the events of the best completions of a request, numbered by their order, and forget the request.
+
+        The completions share the cost of the others.
+        """
         events, n = self._events.pop(number), self._asked.pop(number).n
         ended = [event.completion for event in events if event.completion is not None]
-        for index, completion in enumerate(best(ended, n)):
+        chosen, share = best(ended, n), None
+        if others := [one for one in ended if one not in chosen]:
+            cost, flops = math.fsum(one.cost for one in others), math.fsum(one.flops for one in others)
+            share = Unreturned(cost=cost / len(chosen), flops=flops / len(chosen))
+        for index, completion in enumerate(chosen):
+            last = dataclasses.replace(completion, index=index, unreturned=share)
             for event in events:
                 if event.index == completion.index:
-                    last = None if event.completion is None else dataclasses.replace(event.completion, index=index)
-                    yield dataclasses.replace(event, index=index, completion=last)
+                    yield dataclasses.replace(event, index=index, completion=last if event.completion else None)
 
 
 def best(completions: list[Completion], n: int) -> list[Completion]:

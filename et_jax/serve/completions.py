@@ -89,6 +89,14 @@ class PromptRead:
     mass_kept: float | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unreturned:
+    """The work on continuations that `best_of` sampled and did not return: `cost` in bytes, and `flops`."""
+
+    cost: float
+    flops: float
+
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -100,7 +108,8 @@ class Completion:
     "length", "abort" (interrupted) or "error", explained by `error`; the text so far is returned in each case.
     `prompt_read` is None unless the prompt was prefilled under a budget. Compression dropped `tokens_left_out` cached
     tokens per KV head. While the sequence had fewer than `min_context` tokens it read every block, without scoring
-    them; None if its controller sets no such length.
+    them; None if its controller sets no such length. `unreturned` is its equal share in the work on the continuations
+    that `best_of` left out; None without them.
     """
 
     prompt: str
@@ -114,6 +123,7 @@ class Completion:
     prompt_read: PromptRead | None = None
     tokens_left_out: int = 0
     min_context: int | None = None
+    unreturned: Unreturned | None = None
 
     @property
     def tokens_cached(self) -> int:
@@ -132,13 +142,13 @@ class Completion:
 
     @property
     def cost(self) -> float:
-        """Bytes charged to this sequence: its own cache reads, and its share of the weights in every step."""
-        return math.fsum(row.cost for row in self.trace)
+        """Bytes charged to this sequence: its own cache reads, its share of the weights in every step, `unreturned`."""
+        return math.fsum(row.cost for row in self.trace) + (self.unreturned.cost if self.unreturned else 0.0)
 
     @property
     def flops(self) -> float:
-        """FLOPs of the decode steps of this sequence."""
-        return math.fsum(row.flops for row in self.trace)
+        """FLOPs of the decode steps of this sequence, and `unreturned`."""
+        return math.fsum(row.flops for row in self.trace) + (self.unreturned.flops if self.unreturned else 0.0)
 
     @property
     def efficiency(self) -> float:
@@ -221,7 +231,8 @@ def checked_completion(completion: Any) -> Completion:
     read = found.prompt_read
     counts = [found.prompt_tokens, found.index, found.tokens_left_out, found.min_context or 0, *found.token_ids]
     counts += [] if read is None else [read.blocks_read, read.blocks_held, read.mass_kept or 0]
-    if not all(0 <= count <= _MOST_COUNT for count in counts):
+    work = () if found.unreturned is None else (found.unreturned.cost, found.unreturned.flops)
+    if not all(0 <= count <= _MOST_COUNT for count in counts) or any(one < 0 or one > _MOST for one in work):
         raise UsageError("A completion has figures that no run has; write its trace again with --trace.")
     return dataclasses.replace(found, trace=checked_rows(own["trace"]))
 

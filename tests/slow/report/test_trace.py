@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from et_jax.cli.streams import open_text
 from et_jax.errors import UsageError
 from et_jax.report.trace import VERSION, About, TraceWriter, read_trace
-from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace
+from et_jax.serve.completions import Completion, PromptRead, TokenEvent, TokenTrace, Unreturned
 
 ABOUT = About(model="bundled", control="certified", n=2, prompt='It\nwas\u2028 "É"', prompt_tokens=3, min_context=4096)
 
@@ -39,6 +39,7 @@ ends = st.fixed_dictionaries(
         "error": st.none() | st.text(max_size=9),
         "prompt_read": st.none() | prompts_read,
         "tokens_left_out": counts,
+        "unreturned": st.none() | st.builds(Unreturned, cost=figures, flops=figures),
     }
 )
 held_back = st.none() | st.text(max_size=3)

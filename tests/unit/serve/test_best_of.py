@@ -11,6 +11,7 @@ from et_jax.errors import UsageError
 from et_jax.serve.best_of import BestOf
 from et_jax.serve.completions import TokenEvent
 from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.totals import Totals
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -24,7 +25,11 @@ def test_the_likeliest_of_those_sampled_are_returned_beside_other_requests():
         likeliest = [every[i] for i in np.argsort(means)[::-1][:2]]
         mixed = [GenerationRequest(prompt=one, params=chosen) for one in ("It was", "The sea")]
         mixed.insert(1, GenerationRequest(prompt="It was", params=params))
+        before = model.metrics.cost, model.metrics.flops
         found = model.generate(mixed)
+        after = model.metrics.cost, model.metrics.flops
+        assert sum(one.cost for one in found) == pytest.approx(after[0] - before[0])
+        assert sum(one.flops for one in found) == pytest.approx(after[1] - before[1])
         assert [one.text for one in found[:2]] == [one.text for one in likeliest]
         assert [one.index for one in found] == [0, 1, 0, 1, 2, 3, 4, 0, 1]
         assert [one.text for one in found[2:7]] == [one.text for one in every]
@@ -38,12 +43,24 @@ def test_the_likeliest_of_those_sampled_are_returned_beside_other_requests():
 
 
 def test_a_call_cancelled_amid_its_submissions_returns_the_best_of_those_submitted():
-    ended = [completion("It", "ab", 0, finish_reason="abort"), completion("It", "cd", 1, finish_reason="abort")]
+    ended = [completion("It", "ab", 0, finish_reason="abort"), completion("It", "cde", 1, finish_reason="abort")]
     params = SamplingParams(n=1, best_of=3)
     chooser = BestOf()
     chooser._asked[0] = params
     events = (TokenEvent(prompt_index=0, index=one.index, text="", trace=None, completion=one) for one in ended)
-    assert [event.completion.text for event in chooser.chosen(events) if event.completion] == ["ab"]
+    [found] = [event.completion for event in chooser.chosen(events) if event.completion]
+    assert (found.text, found.cost, found.flops) == ("ab", 5 * 10.0, 5 * 20.0)  # of the five tokens of both
+
+
+def test_several_share_the_cost_of_those_that_are_not_returned():
+    params, chooser = SamplingParams(n=2, best_of=4), BestOf()
+    chooser._asked[0] = params
+    ended = [completion("It", text, index) for index, text in enumerate(("ab", "cd", "efgh", "ijkl"))]
+    events = (TokenEvent(prompt_index=0, index=one.index, text="", trace=None, completion=one) for one in ended)
+    found = [event.completion for event in chooser.chosen(events) if event.completion]
+    assert [one.cost for one in found] == [10.0 * (2 + 4)] * 2
+    totals = Totals.of(found)
+    assert (totals.cost, totals.flops) == (12 * 10.0, 12 * 20.0)
 
 
 def test_fewer_than_are_returned_is_refused():
