@@ -16,7 +16,7 @@ INTEGERS = {
     "draft_tokens",
 }
 NUMBERS = {
-    *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
+    *("temperature", "top_p", "min_p", "top_n_sigma", "min_k", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("priority", "deadline"),
 }

@@ -45,6 +45,9 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass (1, off)")
     group.add_argument("--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (0, off)")
     group.add_argument("--top-n-sigma", type=float, default=0.0, help="keep logits within so many deviations (0, off)")
+    group.add_argument(
+        "--min-k", type=float, default=0.0, help="keep logits above their cliff (3 as published; 0, off)"
+    )
     group.add_argument("--typical-p", type=float, default=1.0, help="keep this mass nearest to the entropy (1, off)")
     group.add_argument("--eta-cutoff", type=float, default=0.0, help="keep what is likely for this entropy (0, off)")
     group.add_argument("--top-h", type=float, default=0.0, help="keep the likeliest of this share of entropy (0, off)")

@@ -40,6 +40,7 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
     "min_p": (lambda x: 0 <= x <= 1, "from 0 (off) to 1"),
     "top_n_sigma": (lambda x: 0 <= x <= 1000, "from 0 (off) to 1000"),
+    "min_k": (lambda x: 0 <= x <= 1e6, "from 0 (off) to a million"),
     "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
     "eta_cutoff": (lambda x: 0 <= x < 1, "from 0 (off) to below 1"),
     "top_h": (lambda x: 0 <= x <= 1, "from 0 (off) to 1 (off)"),
@@ -57,9 +58,9 @@ class SamplingParams:
     """Sampling settings of a request.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other penalties 0 are
-    off. So are `top_n_sigma` 0 (its paper uses 1), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009), `top_h` 0 (0.4) and
-    `p_less` False, which `decode.sampling.truncation.truncate` defines. Penalties are at most a million;
-    `repetition_penalty` is at least a millionth. `stop` strings end the text and are removed from it. So do
+    off. So are `top_n_sigma` 0 (its paper uses 1), `min_k` 0 (3), `typical_p` 1 (0.95), `eta_cutoff` 0 (0.0009),
+    `top_h` 0 (0.4) and `p_less` False, which `decode.sampling.truncation.truncate` defines. Penalties are at most a
+    million; `repetition_penalty` is at least a millionth. `stop` strings end the text and are removed from it. So do
     `stop_token_ids` and the model's own end tokens, which `ignore_eos` disables. `n` continuations are sampled, each
     with its own key derived from `seed`. With `best_of` above 1 that many are sampled, and the `n` of the greatest mean
     log-probability per token are returned, when all have ended. `logprobs` is the number of alternatives to return per
@@ -82,6 +83,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     top_n_sigma: float = 0.0
+    min_k: float = 0.0
     typical_p: float = 1.0
     eta_cutoff: float = 0.0
     top_h: float = 0.0

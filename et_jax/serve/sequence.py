@@ -19,7 +19,7 @@ from et_jax.text.stop_strings import StopStrings
 
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("top_n_sigma", "typical_p", "eta_cutoff", "top_h", "p_less"),
+    *("top_n_sigma", "min_k", "typical_p", "eta_cutoff", "top_h", "p_less"),
 )
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 

@@ -54,6 +54,7 @@ SOMETIMES = {
     "min_p": 0.05,
     "eta_cutoff": 0.05,
     "p_less": True,
+    "min_k": 3.0,
     "repetition_penalty": 1.3,
     "frequency_penalty": -2.0,
     "presence_penalty": 0.5,

@@ -13,10 +13,10 @@ from et_jax.types import pytree, replace
 class Sampling:
     """The sampling settings of requests, a row per slot.
 
-    `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `top_n_sigma` 0, `typical_p` 1,
-    `eta_cutoff` 0, `top_h` 0, `p_less` False, `repetition_penalty` 1, `presence_penalty` and `frequency_penalty` 0. The
-    truncations are those of `truncation.truncate`. `key` is the request's own key data; the noise
-    of a token is that of the key and the token's position.
+    `temperature` 0 is greedy. Off values: `top_k` 0, `top_p` 1, `min_p` 0, `top_n_sigma` 0, `min_k` 0,
+    `typical_p` 1, `eta_cutoff` 0, `top_h` 0, `p_less` False, `repetition_penalty` 1, `presence_penalty` and
+    `frequency_penalty` 0. The truncations are those of `truncation.truncate`. `key` is the request's own key data; the
+    noise of a token is that of the key and the token's position.
     """
 
     temperature: Float[Array, "*b"]
@@ -24,6 +24,7 @@ class Sampling:
     top_p: Float[Array, "*b"]
     min_p: Float[Array, "*b"]
     top_n_sigma: Float[Array, "*b"]
+    min_k: Float[Array, "*b"]
     typical_p: Float[Array, "*b"]
     eta_cutoff: Float[Array, "*b"]
     top_h: Float[Array, "*b"]
@@ -51,6 +52,7 @@ def plain(shape: tuple[int, ...]) -> Sampling:
         top_p=ones,
         min_p=zeros,
         top_n_sigma=zeros,
+        min_k=zeros,
         typical_p=ones,
         eta_cutoff=zeros,
         top_h=zeros,

@@ -1,7 +1,7 @@
 """Truncations of the token distribution, each by a threshold on the logits or by a distance from the entropy.
 
-Nothing sorts the vocabulary. A threshold keeps the tokens whose logit reaches it, including ties. Thresholds are found
-by bisection over the ordered bit patterns of float32, so they are exact.
+Nothing sorts the vocabulary. A threshold keeps the tokens whose logit reaches it, including ties. Most thresholds are
+found by bisection over the ordered bit patterns of float32, so they are exact.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from et_jax.decode.sampling.settings import Sampling, divisor
 from et_jax.sums import total
 
 _ROWS_TOGETHER = 4  # rows per tile on a CPU, which processes only rows with the truncation
+_SORTED = 64  # logits that Min-k looks at in one turn: it seldom needs a second
 
 
 class Truncated(NamedTuple):
@@ -40,6 +41,8 @@ def truncate(
     - by `min_p`, if p is at least that share of the greatest;
     - by `top_n_sigma`, if its logit is at most that many standard deviations of `own` below the greatest
       (Tang et al. 2024, Top-n-sigma);
+    - by `min_k`, if it is one of the k likeliest: k is the i for which the fall from the i-th greatest logit to the
+      next, over i, is greatest, or `min_k` over the range of `own`, if that is more (Ding et al. 2026, Min-k);
     - by `eta_cutoff`, if p >= min(eta, sqrt(eta) exp(-H)) (Hewitt et al. 2022);
     - by `p_less`, if p is at least the sum of all p^2 (Tan et al. 2025, p-less sampling);
     - by `top_h`, if it is one of the likeliest whose entropy, renormalised, is at most `top_h` H
@@ -54,7 +57,7 @@ def truncate(
     heat = divisor(temperature)
     cut = jnp.maximum(_by_rank_and_share(logits, asks, peak, heat, sampling), least)
     entropic = (sampling.eta_cutoff > 0) | (sampling.top_h > 0) | (sampling.typical_p < 1) | sampling.p_less
-    wanted = asks & (entropic | (sampling.top_n_sigma > 0))
+    wanted = asks & (entropic | (sampling.top_n_sigma > 0) | (sampling.min_k > 0))
     by_entropy = jax.lax.cond(
         jnp.any(wanted),
         lambda: _by_entropy(logits, asks, peak, heat, sampling, own),
@@ -128,7 +131,10 @@ def _by_entropy(
         return _lowest(logits[rows], within)
 
     cut_h = _among(asks & (sampling.top_h > 0) & (sampling.top_h < 1), bisect_h)
-    cut = jnp.maximum(peak + heat * jnp.maximum(eta, p_less), jnp.maximum(sigma, cut_h))
+    span = jnp.max(own, axis=-1) - jnp.min(jnp.where(finite, own, jnp.inf), axis=-1)
+    fewest = jnp.minimum(jnp.floor(sampling.min_k / span), float(own.shape[-1]))  # all tokens if they are alike
+    cut_cliff = _among(asks & (sampling.min_k > 0), lambda rows: _cliff(logits[rows], fewest[rows]))
+    cut = jnp.maximum(peak + heat * jnp.maximum(eta, p_less), jnp.maximum(jnp.maximum(sigma, cut_h), cut_cliff))
 
     wants_typical = asks & (sampling.typical_p < 1.0)
     nearness = -jnp.abs(u - log_s0[:, None] + entropy[:, None])
@@ -139,6 +145,48 @@ def _by_entropy(
     typical = present & (nearness >= _among(wants_typical, bisect_typical)[:, None])
     left = jnp.where(wants_typical[:, None] & ~typical, -jnp.inf, logits)
     return Truncated(left, jnp.where(asks, cut, -jnp.inf))
+
+
+def _cliff(logits: Float[Array, "b v"], fewest: Float[Array, " b"]) -> Float[Array, " b"]:
+    """Return the i-th greatest logit of each row for the i of the greatest fall to the next one over i.
+
+    If these are fewer tokens than `fewest`, return the logit of that rank. Logits are looked at from the greatest down,
+    until no fall of the rest can be greater.
+    """
+    least = jnp.min(jnp.where(logits > -jnp.inf, logits, jnp.inf), axis=-1)
+    size = min(_SORTED, logits.shape[-1])
+
+    def rank(value: Float[Array, " b"]) -> Float[Array, " b"]:
+        return jnp.sum(logits >= value[:, None], axis=-1, dtype=jnp.float32)
+
+    def is_open(found: tuple[Float[Array, " b"], ...]) -> Bool[Array, " b"]:
+        most, _, value = found
+        return (value > least) & ((value - least) / rank(value) > most)
+
+    def look(found: tuple[Float[Array, " b"], ...]) -> tuple[Float[Array, " b"], ...]:
+        most, cut, value = found
+        below = jnp.where(logits < value[:, None], logits, -jnp.inf)
+        # the barrier keeps XLA from cutting this again: it would then sort all of them on a CPU
+        after = jax.lax.optimization_barrier(jax.lax.top_k(below, size)[0])
+        before = jnp.concatenate([value[:, None], after[:, :-1]], axis=-1)
+        place = rank(value)[:, None] + jnp.arange(size, dtype=jnp.float32)
+        fall = jnp.where(after > -jnp.inf, (before - after) / place, -jnp.inf)
+        greatest = jnp.max(fall, axis=-1)
+        here = jnp.take_along_axis(before, jnp.argmax(fall, axis=-1)[:, None], axis=-1)[:, 0]
+        later = jnp.maximum(after[:, -1], least)
+        open_mask, more = is_open(found), greatest > most
+        new = jnp.where(more, greatest, most), jnp.where(more, here, cut), later
+        return tuple(jnp.where(open_mask, x, known) for x, known in zip(new, found, strict=True))
+
+    peak = jnp.max(logits, axis=-1)
+    begun = jnp.full_like(peak, -jnp.inf), peak, peak
+    _, cut, _ = jax.lax.while_loop(lambda found: jnp.any(is_open(found)), look, begun)
+    few = rank(cut) < fewest
+
+    def by_rank() -> Float[Array, " b"]:
+        return jnp.where(few, _cut(logits, jnp.ones_like(logits), fewest), cut)
+
+    return jax.lax.cond(jnp.any(few), by_rank, lambda: cut)
 
 
 def _among(wanted: Bool[Array, " b"], find: Callable[[Int[Array, " t"]], Float[Array, " t"]]) -> Float[Array, " b"]:

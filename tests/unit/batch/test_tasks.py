@@ -35,7 +35,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path):
     settings = {
         **{"prompt": "It was", "max_tokens": 3, "temperature": 0, "top_p": 0.9, "n": 2, "stop": "\n", "seed": 7},
         **{"presence_penalty": 1, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
-        **{"top_n_sigma": 1, "typical_p": 0.9, "eta_cutoff": 0.01, "top_h": 0.4, "p_less": True},
+        **{"top_n_sigma": 1, "min_k": 3, "typical_p": 0.9, "eta_cutoff": 0.01, "top_h": 0.4, "p_less": True},
         **{"logit_bias": {"5": -2, "7": 1.5}, "allowed_token_ids": [5, 7], "bad_words": ["x"], "min_tokens": 1},
         **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": [1, 2], "priority": 3, "deadline": 2.5},
         **{"model": "any", "user": "me", "metadata": {"a": "b"}, "stream": False, "best_of": None},
@@ -46,7 +46,7 @@ def test_a_completion_and_a_plain_line_are_read_alike(tmp_path):
         params=SamplingParams(
             **{"max_tokens": 3, "temperature": 0.0, "top_p": 0.9, "n": 2, "stop": ("\n",), "seed": 7},
             **{"presence_penalty": 1.0, "frequency_penalty": -0.5, "logprobs": 4, "top_k": 5, "min_p": 0.1},
-            **{"top_n_sigma": 1.0, "typical_p": 0.9, "eta_cutoff": 0.01, "top_h": 0.4, "p_less": True},
+            **{"top_n_sigma": 1.0, "min_k": 3.0, "typical_p": 0.9, "eta_cutoff": 0.01, "top_h": 0.4, "p_less": True},
             **{"logit_bias": {5: -2.0, 7: 1.5}, "allowed_token_ids": (5, 7), "bad_words": ("x",), "min_tokens": 1},
             **{"repetition_penalty": 1.2, "ignore_eos": True, "stop_token_ids": (1, 2)},
         ),

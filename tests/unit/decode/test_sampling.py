@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ DTYPES = {"top_k": jnp.int32, "p_less": jnp.bool_}
 
 def asked(rows: int = ROWS, **given) -> sampling.Sampling:
     off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    off |= dict(top_n_sigma=0.0, typical_p=1.0, eta_cutoff=0.0, top_h=0.0, p_less=False)
+    off |= dict(top_n_sigma=0.0, min_k=0.0, typical_p=1.0, eta_cutoff=0.0, top_h=0.0, p_less=False)
     off |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     fields = {
         name: jnp.broadcast_to(jnp.asarray(given.get(name, value), DTYPES.get(name, jnp.float32)), rows)
@@ -153,6 +154,14 @@ def by_definition(row, temperature, name, number):
                 return kept, (np.arange(len(p)) == tied[0]) & (abs(-np.sum(q * np.log(q)) - bound) < 1e-4)
             kept[tied] = True
         return kept, np.zeros(len(p), bool)
+    if name == "min_k":
+        z = np.sort(row[possible].astype(np.float64))[::-1]
+        falls = (z[:-1] - z[1:]) / np.arange(1, len(z))
+        cliff = int(np.argmax(falls)) + 1 if len(z) > 1 else 1
+        fewest = min(int(number / (z[0] - z[-1])), len(z)) if z[0] > z[-1] else len(z)
+        near = np.flatnonzero(falls > falls.max(initial=0) * (1 - 1e-5)) + 1
+        borders = z[np.append(np.maximum(near, fewest), max(cliff, fewest)) - 1]
+        return row >= borders[-1], (row < borders.max()) & (row >= borders.min())
     if name == "typical_p":
         distance = np.where(possible, np.abs(surprisal - entropy), np.inf)
         kept, mass = np.zeros(len(p), bool), 0.0
@@ -179,6 +188,7 @@ def by_definition(row, temperature, name, number):
 @given(
     rows_of_logits(st.one_of(st.integers(-3, 3).map(float), st.floats(-20, 20, width=32, allow_subnormal=False))),
     st.sampled_from([("top_n_sigma", 1.0), ("top_n_sigma", 0.3), ("eta_cutoff", 0.0009), ("eta_cutoff", 0.3)])
+    | st.sampled_from([("min_k", 3.0), ("min_k", 100.0), ("min_k", 2000.0)])
     | st.sampled_from([("top_h", 0.4), ("top_h", 0.9), ("typical_p", 0.95), ("typical_p", 0.2), ("p_less", True)]),
     st.floats(0.25, 4, width=32),
 )
@@ -201,6 +211,23 @@ def test_truncations_by_entropy_are_each_rows_own():
     two = [True, True, False, False]
     assert kept.tolist() == [two, [False, True, False, False], two, two]
     assert np.all(kept_by(logits, temperature=0.0, **given))
+
+
+@pytest.mark.parametrize(
+    ("falls", "min_k", "kept"),
+    [
+        ([1.0] + [0.5] * 299, 3.0, 1),  # 1 / 1 is the greatest
+        ([0.1] * 199 + [40.0] + [0.1] * 100, 3.0, 200),  # 40 / 200, far behind the first logits
+        ([0.1] * 199 + [19.0] + [0.1] * 100, 3.0, 1),
+        ([0.0] * 99 + [1e-6] + [0.0] * 200, 3.0, 301),  # a range of 1e-6 is as good as none
+        ([0.01] * 300, 90.0, 30),  # 90 / 3
+    ],
+)
+def test_min_k_cuts_at_the_cliff_or_by_the_range(falls, min_k, kept):
+    logits = np.tile(5.0 - np.cumsum([0.0, *falls]), (ROWS, 1)).astype(np.float32)
+    found = kept_by(logits[:, ::-1], min_k=min_k, temperature=[0.5, 1.0, 2.0, 10.0])
+    assert found.sum(axis=1).tolist() == [kept] * ROWS
+    assert found[:, -1].all()
 
 
 def test_deviations_are_those_of_the_models_own_logits():

@@ -34,7 +34,7 @@ HOSTILE = [
 ]
 WHOLE = ("max_tokens", "min_tokens", "top_k", "seed", "n", "best_of", "logprobs")
 NUMBERS = (
-    *("temperature", "top_p", "min_p", "top_n_sigma", "typical_p", "eta_cutoff", "top_h"),
+    *("temperature", "top_p", "min_p", "top_n_sigma", "min_k", "typical_p", "eta_cutoff", "top_h"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 KINDS = {
