@@ -49,7 +49,9 @@ SELDOM = (
     *(("v5e", "2x4", one) for one in (MIXTRAL, MIXTRAL_INT8, LLAMA, LLAMA_PAPER, LLAMA_CERTIFIED)),
 )
 COLLECTIVES = "3 all-reduce"  # of embeddings, and in the loop over layers of attention and feed-forward
-LIKELIEST = {("paper", "decode"): "1 all-gather, "}  # of each chip's likeliest tokens, whose entropy the law measures
+# How often a function gathers each chip's likeliest tokens: for Min-k, where a request asks for it, and for the entropy
+# that the law of `paper` measures.
+LIKELIEST = {("paper", "decode"): 2, (None, "decode"): 1}
 
 
 def slice_programs() -> list[Program]:
@@ -95,6 +97,7 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
     program, arguments = getattr(decoder(config), function), arguments_of(function, config, (weights,), state, put)
     own_weights, cache = (jax.tree.map(held, tree) for tree in (weights, state.plants[0].cache))
     pages = num_bytes([place.pages for place in cache.layers])
+    gathers = LIKELIEST.get((decoding.control, function), LIKELIEST.get((None, function), 0))
 
     def lower() -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -110,5 +113,5 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         in_place=True,
         on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
         memory=one.memory,
-        collectives=LIKELIEST.get((decoding.control, function), "") + COLLECTIVES,
+        collectives=(f"{gathers} all-gather, " if gathers else "") + COLLECTIVES,
     )
