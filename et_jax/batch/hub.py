@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from et_jax.errors import UsageError
 from et_jax.io.json_files import named
-from et_jax.models.hub import is_reached
+from et_jax.models.hub import http_error, is_reached
 
 _NAME = r"[\w-][\w.-]*"
 _REVISION = r"refs/pr/\d+|refs/convert/\w+|[^/@]+"  # other names with a slash spell it %2F
@@ -34,7 +34,6 @@ def download(address: str) -> tuple[Path, str]:
 
     repository, name = found[1], found[3]
     revision = None if found[2] is None else unquote(found[2])
-    failed: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath
     at: dict[str, Any] = {"repo_type": "dataset", "revision": revision}
     try:
         reached = is_reached(hf_hub_url(repository, name, **at))
@@ -54,7 +53,7 @@ def download(address: str) -> tuple[Path, str]:
         ) from error
     except errors.EntryNotFoundError as error:
         raise UsageError(f"{given} names a file that the data set does not have; check the spelling.") from error
-    except (OSError, ValueError, failed) as error:
+    except (OSError, ValueError, http_error()) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UsageError(f"{given} could not be downloaded ({reason}); try again, or name a local file.") from error
     return path, path.parents[len(parts) - 1].name

@@ -74,20 +74,26 @@ def resolve(name: str | Path, check: Callable[[Path], object] | None = None, *, 
         ) from error
     except errors.EntryNotFoundError as error:
         raise UsageError(f"{name} has no config.json on the hub; choose a model in Hugging Face format.") from error
-    except OSError as error:
+    except (OSError, http_error()) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"{name} could not be downloaded ({reason}); try again, or name a local folder.") from error
+
+
+def http_error() -> Any:
+    """Return the class of all errors of the HTTP library under the hub's: an interrupted download raises no OSError."""
+    from huggingface_hub import errors
+
+    return errors.HfHubHTTPError.__bases__[0]  # not always that of the same library
 
 
 def is_reached(url: str) -> bool:
     """Return whether the hub answers for a file, whatever it says. The library itself tries for half a minute."""
     from huggingface_hub import errors, get_hf_file_metadata
 
-    failed: Any = errors.HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which is not always the same one
     try:
         get_hf_file_metadata(url, timeout=_PATIENCE)
     except errors.HfHubHTTPError:
         return True
-    except (failed, errors.OfflineModeIsEnabled):
+    except (http_error(), errors.OfflineModeIsEnabled):
         return False
     return True

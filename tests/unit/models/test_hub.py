@@ -12,7 +12,7 @@ from test_checkpoint import CONFIG, random_params
 
 from et_jax.errors import UsageError
 from et_jax.models.checkpoint import load, write_hugging_face
-from et_jax.models.hub import resolve
+from et_jax.models.hub import http_error, resolve
 
 
 @pytest.fixture
@@ -80,6 +80,7 @@ def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(m
         (errors.GatedRepoError("", response=Mock()), "gated: accept its terms"),
         (errors.RepositoryNotFoundError("", response=Mock()), "neither a folder here nor a model on the hub"),
         (errors.LocalEntryNotFoundError(""), "cannot be reached"),
+        (http_error()("peer closed connection\nincomplete"), r"could not be downloaded \(peer closed connection\)"),
     ],
 )
 def test_what_the_hub_refuses_is_told_in_one_sentence(monkeypatch, error, words):
