@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from et_jax.errors import UsageError
 from et_jax.io import values
@@ -121,14 +122,21 @@ def _read(path: Path, config: ModelShape) -> Calibration | None:
     return Calibration(temperature=found.temperature, sensitivity=Table(table))
 
 
+def as_kept(sensitivity: Float[np.ndarray, "l k g"]) -> Table:
+    """Return sensitivities with the digits that files keep: a model has the same before and after they are written."""
+    return Table(np.array(_digits(sensitivity), np.float32))
+
+
+def _digits(sensitivity: Float[np.ndarray, "l k g"]) -> list[list[list[float]]]:
+    return [[[float(f"{head:.4g}") for head in group] for group in layer] for layer in sensitivity]
+
+
 def write_calibration(folder: Path, calibration: Calibration, facts: dict[str, Any], name: str = FILE) -> Path:
     """Write what was measured, and how, to a file of a folder, and return the file."""
     path = folder / name
     content: dict[str, Any] = {"temperature": calibration.temperature}
     if calibration.sensitivity is not None:
-        content["sensitivity"] = [
-            [[float(f"{head:.4g}") for head in group] for group in layer] for layer in calibration.sensitivity.array
-        ]
+        content["sensitivity"] = _digits(calibration.sensitivity.array)
     replace_file(path, json.dumps(content | facts, indent=1) + "\n")
     return path
 

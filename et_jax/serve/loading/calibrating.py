@@ -12,13 +12,12 @@ from jaxtyping import Float, Int
 from et_jax.errors import UsageError
 from et_jax.io.texts import read_text
 from et_jax.models.adapters import read_adapter
-from et_jax.models.calibration import TEXT, Calibration
+from et_jax.models.calibration import TEXT, Calibration, as_kept
 from et_jax.models.checkpoint import load
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.model import ModelWeights, dtype_of, weight_bytes
 from et_jax.models.sensitivity import head_sensitivity
 from et_jax.text import Tokenizer
-from et_jax.types import Table
 
 ROWS, LENGTH = 6, 512
 _DRAWS = 2
@@ -91,5 +90,5 @@ def measured_at_load(
 ) -> tuple[Calibration, dict[str, Any]]:
     """Return a model's sensitivity on the package's own text, at temperature 1, and its provenance."""
     tokens = default_rows(tokenizer, model)
-    table = Table(measured(name, model, params, tokens, report).astype(np.float32))
+    table = as_kept(measured(name, model, params, tokens, report))
     return Calibration(sensitivity=table), facts(name, TEXT.name, params, tokens)
