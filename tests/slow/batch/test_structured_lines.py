@@ -1,4 +1,4 @@
-"""A thousand lines of a batch file, some with a grammar, good or bad: none ends or changes another."""
+"""Three hundred lines of a batch file, some with a grammar, good or bad: none ends or changes another."""
 
 import json
 import random
@@ -53,14 +53,14 @@ def holds(line, said: str) -> bool:
 @pytest.mark.usefixtures("hardly_optimised")
 def test_a_line_with_a_grammar_ends_and_changes_no_other(tmp_path, capfd):
     drawn, lines = random.Random(0), []
-    for number in range(1000):
+    for number in range(300):
         kind = drawn.choice(("plain", "good", "bad"))
         own = {"good": drawn.choice(GOOD), "bad": drawn.choice(BAD)}.get(kind, {"max_tokens": drawn.randint(1, 20)})
         prompt = drawn.choice(("It was", "The sea", "No"))
         lines.append((kind, {"id": str(number), "prompt": prompt, "seed": number} | own))
     rows = answered(tmp_path, "mixed", [line for _, line in lines], capfd)
     alone = answered(tmp_path, "plain", [line for kind, line in lines if kind == "plain"], capfd)
-    assert len(rows) == 1000
+    assert len(rows) == 300
     ends = []
     for kind, line in lines:
         row = rows[line["id"]]
@@ -72,4 +72,4 @@ def test_a_line_with_a_grammar_ends_and_changes_no_other(tmp_path, capfd):
         else:
             ends.append(row["response"]["body"]["choices"][0]["finish_reason"])
             assert ends[-1] == "length" or holds(line, text(row)), line
-    assert ends.count("stop") > 0.9 * len(ends) > 250
+    assert ends.count("stop") > 0.9 * len(ends) > 70

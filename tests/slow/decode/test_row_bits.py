@@ -45,14 +45,15 @@ LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
 LAWS = {
     "off": Controller(law=chain(EmaEntropy(), FallClock())),
     "quest": Controller(selector=Quest(3), residual=True),
-} | {name: preset(name, min_context=20) for name in ("paper", "certified", "adaptive")}  # others read all
+    "certified": preset("certified", min_context=20),  # others read all
+}
 SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
     {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.2},
     {"presence_penalty": 0.5, "frequency_penalty": 0.2, "typical_p": 0.9, "top_h": 0.9, "eta_cutoff": 0.01},
 )
-MANY = (2, 3, 18, 144)  # over borders at which XLA multiplies and adds in another way
+MANY = (2, 18, 144)  # over borders at which XLA multiplies and adds in another way
 
 
 @functools.cache
@@ -117,9 +118,7 @@ def of_first(state, output, rows: int):
     ("model", "dtype", "control", "counts", "in_8_bits"),
     [
         (WIDE, jnp.float32, "off", MANY, {}),
-        (LONE, jnp.bfloat16, "quest", (2, 17, 144), {"quantize": "int8"}),
-        (LONE, jnp.float32, "adaptive", (18, 144), {}),
-        (SLIDING, jnp.float32, "paper", (3, 18), {"cache_dtype": jnp.int8}),
+        (LONE, jnp.bfloat16, "quest", (2, 17, 144), {"quantize": "int8", "cache_dtype": jnp.int8}),
         (SLIDING, jnp.bfloat16, "certified", (2, 144), {}),
     ],
 )

@@ -71,7 +71,7 @@ def test_a_prompt_read_in_part_is_compressed_like_another():
     """Both halves of EntropyInfer: the bits are those of each alone, and the completion says what was left out."""
     control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
     model = engine.load(**SMALL, control=control, audit=True)
-    requests = asked(model.tokenizer, 5, longer=12, limit=40, more=18)
+    requests = asked(model.tokenizer, 3, longer=24, limit=40, more=36)
     together = model.generate(requests)
     assert [bits(one) for one in together] == [bits(reopened(model).generate([one])[0]) for one in requests]
     short, longest = together[0].prompt_read, together[-1].prompt_read
