@@ -83,7 +83,7 @@ def disturb(model: str, source: Path, output: Path, count: int, kills: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "count", "kills", "max_tokens"), [("paper", 500, 5, 8), ("bundled", 200, 3, 6)])
+@pytest.mark.parametrize(("model", "count", "kills", "max_tokens"), [("paper", 500, 5, 8), ("bundled", 100, 2, 6)])
 def test_every_line_is_answered_once_and_as_if_undisturbed(tmp_path, model, count, kills, max_tokens):
     source, calm, wild = tmp_path / "in.jsonl", tmp_path / "calm.jsonl", tmp_path / "wild.jsonl"
     write_lines(source, count, max_tokens)

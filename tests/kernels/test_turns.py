@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 from cases import BLOCK, CODE
 from ladder import taken
-from test_add_residual import given as residual_of
 from test_per_head import DIM, HEADS, PAGE, given
 
 from et_jax.decode.attention.summaries import summarised_by_kernel
 from et_jax.decode.cache import kv
-from et_jax.pallas.add_residual import add_residual
-from et_jax.pallas.add_residual import gpu as residual_gpu
 from et_jax.pallas.block_scores import gpu as scores_gpu
 from et_jax.pallas.per_head.api import by_vmap
 from et_jax.pallas.per_head.gpu import by_kernels
@@ -44,17 +41,6 @@ def test_blocks_of_a_layer_are_scored_by_its_pages(operation, backend):
 
 
 @pytest.mark.parametrize("run", [by_vmap, lambda function, inputs: by_kernels(function, inputs, interpret=True)])
-def test_a_function_receives_the_pages_of_its_layer(run):
-    inputs = given(4)
-    layered = replace(inputs[2], pool=stacked(inputs[2].pool), **STACKED)
-
-    def first(score, length, value, listed, share):
-        return value + score[0, 0]
-
-    np.testing.assert_array_equal(run(first, (*inputs[:2], layered, *inputs[3:])), run(first, inputs))
-
-
-@pytest.mark.parametrize("run", [by_vmap, lambda function, inputs: by_kernels(function, inputs, interpret=True)])
 def test_a_function_receives_the_numbers_of_its_layer(run):
     *inputs, share = given(4)
     layered = replace(share, array=jnp.concatenate([0 * share.array, share.array]), layer=jnp.asarray([1], jnp.int32))
@@ -80,10 +66,3 @@ def test_a_page_is_summarised_in_its_layer():
         np.testing.assert_array_equal(layered[:, size : 2 * size], alone)
         np.testing.assert_array_equal(layered[:, 2 * size :], old[:, 2 * size :])
         np.testing.assert_array_equal(layered[:, :size], old[:, :size])
-
-
-def test_the_residual_takes_means_of_its_layer():
-    out, read, weight, whole, mean, table = residual_of(3)
-    for run, settings in ((residual_gpu.add_residual, {"interpret": True}), (add_residual, {"backend": "reference"})):
-        layered = run(out, read, weight, whole, stacked(mean), table, **STACKED, **settings)
-        np.testing.assert_array_equal(layered, run(out, read, weight, whole, mean, table, **settings))

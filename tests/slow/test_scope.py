@@ -1,9 +1,6 @@
 """A decoder in somebody's program: whatever that sets of JAX, texts and programs stay, and so do its own settings."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import jax
@@ -127,19 +124,3 @@ def test_a_platform_that_is_not_here_is_refused_in_a_sentence(monkeypatch, error
         ),
     ):
         et_jax.load()
-
-
-def test_switches_of_the_environment_change_no_text():
-    code = (
-        "import et_jax; [c] = et_jax.load(max_num_seqs=2).generate('It was', max_tokens=8, seed=3); print(c.token_ids)"
-    )
-
-    def told(**variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True, check=False
-        )
-
-    plain = told()
-    assert plain.returncode == 0, plain.stderr
-    given = {name.upper(): str(int(value) if isinstance(value, bool) else value) for name, value in SWITCHES.items()}
-    assert told(**given).stdout == plain.stdout

@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
-from reopened import TWO_SLOTS, assert_balanced, reopened, tokens_of
+from reopened import TWO_SLOTS, reopened, tokens_of
 
-from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.serve.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -40,25 +40,6 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def expected(two_slots):
     return tokens_of(two_slots, PROMPTS, PARAMS)
-
-
-def test_a_sequence_swapped_out_of_one_replica_goes_on_in_another(two_slots, expected):
-    served = reopened(two_slots, replicas=2)
-    replicas = served.replicas()
-    queue, [first, second] = replicas.queue, replicas.replicas
-    first.burst_seconds = 0.0  # one step a round
-    events = []
-    [sequence] = served.sequences(0, GenerationRequest(prompt=PROMPTS[0], params=PARAMS))
-    queue.submit(sequence, events.append)
-    for _ in range(5):
-        first.advance()
-    assert 0 < len(events) < PARAMS.max_tokens
-    with queue.lock:
-        first.slots.preempt(sequence)
-    while not replicas.idle:
-        second.advance()
-    assert list(events[-1].completion.token_ids) == expected[0]
-    assert_balanced(served)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from et_jax.errors import UsageError
 from scripts import measure
-from scripts.measuring import experiment, plots, runner, tables
+from scripts.measuring import experiment, runner, tables
 from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed, setting
 
 LOSSES = {"dense": [1.0, 2.0, 4.0, 1.0], "less": [2.0, 3.0, 4.0, 3.0], "half": [0.5, 1.0, 2.0, 0.5]}
@@ -120,13 +120,6 @@ def test_a_run_of_another_provenance_is_measured_anew_and_replaces_the_old_one(
     assert calls["dense"] == measured and len(runner.runs_of(path)) == 1
 
 
-def test_a_run_on_a_changed_text_is_measured_anew(plain, text, tmp_path, calls):
-    run(plain, tmp_path / "plain.json", text)
-    text.write_text("It was a bright day.")
-    run(plain, tmp_path / "plain.json", text)
-    assert calls["dense"] == 2
-
-
 def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
     order, clock = [], iter(np.arange(1.0, 100.0))
 
@@ -185,28 +178,3 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
             part = tables.illustrated(name, found, runs := runner.runs_of(path))
             assert all((tables.DOCS / place).exists() for _, place in tables.pictures(name, found, runs))
             assert f"<!-- {name}: begin -->\n\n{part}\n\n<!-- {name}: end -->" in document, name
-
-
-def test_groups_with_both_figures_of_a_plot_are_drawn_and_not_listed(tmp_path):
-    figures = {name: Figure(header=name) for name in ("bytes", "loss")}
-    found = Experiment(question="?", settings=Settings, groups=iter, figures=figures, plot=("bytes", "loss"))
-
-    def arm(**values):
-        return {"figures": {name: {"value": value} for name, value in values.items()}}
-
-    curve = {
-        "arms": {
-            "quest 0.5": arm(bytes=0.5, loss=0.1),
-            "quest 0.25": arm(bytes=0.3, loss=0.2),
-            "dense": arm(bytes=1.0, loss=0.0),
-        }
-    }
-    other = {"arms": {"quest": arm(loss=0.3)}}
-    assert plots.is_drawn(found, curve) and not plots.is_drawn(found, other)
-    run = {"groups": [{"labels": {}} | curve, {"labels": {}} | other], "settings": {"model": "m", "length": 9}}
-    run["machine"] = {"processor": "p", "cores": 2, "device": "cpu", "jax": "0"}
-    [(_, place)] = tables.pictures("selection", found, [run])
-    text = tables.illustrated("selection", found, [run])
-    assert f"({place})" in text and "| quest | 0.3 |" in text and "quest 0.5" not in text
-    plots.draw(found, run, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
