@@ -208,7 +208,7 @@ QUICK = [("Quest", KINDS[1]), ("paper", KINDS[0]), ("codes, by head", KINDS[2])]
     ("draws", "name", "kind"),  # of 16 views a draw
     [
         *((10, *one) for one in QUICK),
-        *(pytest.param(210, name, kind, marks=pytest.mark.slow) for name in SELECTORS for kind in KINDS),
+        *(pytest.param(70, name, kind, marks=pytest.mark.slow) for name in SELECTORS for kind in KINDS),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ WAYS = {
     "prompts read in part": ("llama", {"controller": ENTROPYINFER}),
     "drafts": (
         "llama",
-        {"controller": CERTIFIED, "draft": Drafting(most=3, length=FixedLength(), drafter=Pruned(share=0.2))},
+        {"controller": CERTIFIED, "draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))},
     ),
     "compression": ("gemma", {"compression": KEPT}),
 }
