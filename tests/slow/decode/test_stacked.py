@@ -28,7 +28,7 @@ def deep(windows: tuple[int | None, ...], **changes) -> ModelConfig:
 
 
 MODELS = {
-    "llama": deep((None,) * 3),
+    "llama": deep((None,) * 2),
     "gemma": deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0),
 }
 CERTIFIED = preset("certified", tolerance=0.5, min_blocks=1, window=4, target_entropy=2.0)

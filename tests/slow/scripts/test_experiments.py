@@ -142,7 +142,11 @@ def structured(run):
     assert np.all(rows(run, "under the schema", "left") < rows(run, "under the schema", "entropy"))
 
 
-LOOKED_AT = {"temperature": ("fixed", "solve", "cool only, solve"), "scheduling": ("fcfs", "srpt")}
+LOOKED_AT = {
+    "temperature": ("fixed", "solve", "cool only, solve"),
+    "scheduling": ("fcfs", "srpt"),
+    "signals": ("constant", "expected error"),
+}
 """The arms of experiments that have many: each compiles programs of its own."""
 
 
@@ -159,7 +163,7 @@ def of_few_arms(name: str, found: experiment.Experiment) -> experiment.Experimen
 def test_an_experiment_in_quick_size(name, folder, trace):
     found = of_few_arms(name, experiment.load_experiment(name))
     fields = {field.name for field in dataclasses.fields(found.settings)}
-    given = {"text": TEXT, "checkout": str(REPOSITORY)} | ({"trace": trace} if name not in TRAINED else {})
+    given = {"text": TEXT} | ({"trace": trace} if name not in TRAINED else {})
     given |= {} if name in TRAINED else {"model": str(folder), "small": str(folder)}
     settings = experiment.settings_of(found, {key: one for key, one in given.items() if key in fields}, quick=True)
     run = runner.run(name, found, settings, None)

@@ -1,12 +1,11 @@
 """What is decided around the steps of a chip: which cases run, in which process, at which tolerance, what is kept."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 
 from et_jax.errors import UsageError
-from scripts.chip import cases, report
+from scripts.chip import cases
 from scripts.chip.cases import Case, Settings
 from scripts.chip.decoding import LEAST, MOST, TRIES, tolerance_for
 from scripts.chip.processes import OutOfTime, run
@@ -110,13 +109,3 @@ def test_a_run_is_resumed_only_where_its_figures_come_from(tmp_path):
     path.write_text("[]")
     with pytest.raises(UsageError, match="no run of bench_chip"):
         Record(path, True)
-
-
-def test_the_table_has_a_line_for_each_row_and_its_ratio_to_off():
-    rows = [{"case": case.name, **asdict(case), **ROW, "milliseconds": 2.0 + 2 * n} for n, case in enumerate(SOME)]
-    rows[2] = {"case": SOME[2].name, **asdict(SOME[2]), "error": "out of memory"}
-    header, _, off, quest, paper = report.shown(rows).splitlines()
-    assert header.count("|") == off.count("|") == quest.count("|") == paper.count("|")
-    assert "| off | 2 (1 to 3) | - |" in off and "| quest | 4 (1 to 3) | 2 | - | 0.5 |" in quest
-    assert "| paper | out of memory |" in paper
-    assert "NVIDIA H200, jax 0.11.2" in report.part(ORIGIN, rows)

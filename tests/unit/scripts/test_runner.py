@@ -147,20 +147,6 @@ def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
     assert ratio == {"value": 7 / 8, "low": 3 / 4, "high": 6 / 5}
 
 
-REFUSED = [
-    ({}, "--text is required"),
-    ({"text": Path("/nowhere.txt")}, "--text is /nowhere.txt; name a file that exists"),
-    ({"shares": (float("nan"),)}, "--shares is nan; give a finite number"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), REFUSED)
-def test_settings_that_cannot_be_are_refused_before_a_model_is_loaded(plain, text, calls, given, said):
-    with pytest.raises(UsageError) as refused:
-        experiment.settings_of(plain, ({"text": text} if given else {}) | given, quick=False)
-    assert said in str(refused.value) and calls["groups"] == 0
-
-
 def test_a_file_of_other_results_is_refused_and_stays(plain, text, tmp_path):
     path = tmp_path / "old.json"
     path.write_text('{"cases": []}')

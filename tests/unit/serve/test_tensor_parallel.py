@@ -1,9 +1,5 @@
 """A model that `load` splits over several devices: the texts of one device, its memory, its replicas, refusals."""
 
-import json
-import subprocess
-import sys
-
 import jax
 import pytest
 from capabilities import SMALL, TINY, WIDE, WIDE_SMALL, adapter, folder, tiny
@@ -69,24 +65,6 @@ def test_each_device_holds_its_part():
     alone, two = (tiny(TINY, dtype="float32", tensor_parallel=size)._plan for size in (1, 2))
     assert alone is not None and two is not None
     assert alone.page / 2 <= two.page < alone.page / 1.99 and alone.weights / 2 < two.weights < alone.weights / 1.9
-
-
-def answers(output):
-    rows = map(json.loads, output.read_text().splitlines())
-    return {row["custom_id"]: row["response"]["body"]["choices"] for row in rows}
-
-
-@over_devices
-def test_a_batch_goes_on_over_devices(tmp_path, hardly_optimised):
-    given, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    given.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 4}) + "\n" for prompt in PROMPTS))
-    command = [sys.executable, "-m", "et_jax.generate", "--model", str(folder(WIDE)), "--tensor-parallel", "4"]
-    command += ["--input", str(given), "--output", str(output), "--max-model-len", "64", "--page-size", "4"]
-    assert subprocess.run(command, check=False).returncode == 0
-    complete = answers(output)
-    output.write_text(output.read_text().splitlines(keepends=True)[0])
-    assert subprocess.run(command, check=False).returncode == 0
-    assert answers(output) == complete and len(complete) == len(PROMPTS)
 
 
 @pytest.mark.parametrize(
