@@ -1,10 +1,9 @@
-"""Rows walked together, each alone or in tiles: the fewest steps, and the same result."""
+"""Rows walked together or each alone: the fewest steps, and the same result."""
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from et_jax.pallas.apart import apart_or_together, in_tiles
+from et_jax.pallas.apart import apart_or_together
 
 
 def test_rows_are_walked_in_the_way_that_takes_fewer_steps():
@@ -20,19 +19,3 @@ def test_rows_are_walked_in_the_way_that_takes_fewer_steps():
         found, others = apart_or_together(lambda x: (x * x, jnp.full(len(x), len(x))), jnp.array(lengths), x)
         np.testing.assert_array_equal(found, np.square(x))
         assert others.tolist() == [beside] * len(lengths), lengths
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(1, [5, 0, 9, 2, 7]), (2, [5, 0, 9, 5, 9]), (3, [9, 2, 9, 2, 9]), (8, [9] * 5)]
-)
-def test_tiles_contain_rows_of_like_length_and_results_stand_where_their_rows_do(size, expected):
-    """Five rows: rows of zeros fill up the tile of the shortest."""
-    lengths, x = jnp.array([5, 0, 9, 2, 7]), jnp.arange(10.0).reshape(5, 2)
-
-    def walk(rows):
-        x, lengths, _ = rows
-        return x * x, jnp.broadcast_to(jnp.max(lengths), (len(lengths),))
-
-    found, longest = in_tiles(walk, size, lengths, (x, lengths, None))
-    np.testing.assert_array_equal(found, np.square(x))
-    assert longest.tolist() == expected

@@ -88,7 +88,6 @@ def reference(model, law, tokens, page, chunk):
     ("law", "length"),
     [
         (LAW, 5 * CHUNK + 1),
-        (LAW, 8 * CHUNK + 6),
         (dataclasses.replace(LAW, dense_layers=1), 8 * CHUNK + 6),
         (dataclasses.replace(LAW, printed=True, floor=0.5), 9 * CHUNK + 4),
     ],

@@ -1,11 +1,9 @@
-"""What every law is made of: chains, checked changes of the state, the packed mask of blocks, signals as a table."""
+"""What every law is made of: chains, checked changes of the state, what a selector returns."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_blocks import blocks
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from et_jax.control.base import (
     Chain,
@@ -14,9 +12,7 @@ from et_jax.control.base import (
     Signals,
     chain,
     one_like,
-    pack_blocks,
     started,
-    unpack_blocks,
     updated,
     with_record,
 )
@@ -27,16 +23,6 @@ from et_jax.control.selector import MaskSelector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.temperature import Fixed, Thermostat
 from et_jax.types import Number, replace, value
-
-
-@settings(max_examples=30)
-@given(num_blocks=st.sampled_from([1, 31, 32, 33, 64, 70]), seed=st.integers(0, 1000))
-def test_a_mask_packs_bit_by_bit_and_comes_back(num_blocks, seed):
-    mask = np.random.default_rng(seed).random((3, 2, num_blocks)) < 0.5
-    words = pack_blocks(jnp.asarray(mask))
-    padded = np.pad(mask, ((0, 0), (0, 0), (0, -num_blocks % 32))).reshape(3, 2, -1, 32)
-    np.testing.assert_array_equal(words, (padded * 2 ** np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32))
-    np.testing.assert_array_equal(unpack_blocks(words), padded.reshape(3, 2, -1))
 
 
 @value

@@ -48,18 +48,6 @@ def test_blocks_are_those_of_the_positions_that_are_seen(window):
     np.testing.assert_array_equal(np.where(blocks.readable, blocks.num_tokens, 0), whole)
 
 
-def test_places_are_the_page_of_the_last_token_and_the_page_that_it_fills():
-    length, end = (
-        jnp.asarray(x, jnp.int32) for x in ([0, 1, 4, 7, 8], [0, 1, 4, 8, 8])
-    )  # the fourth: another row fills
-    table = 1 + jnp.arange(10, dtype=jnp.int32).reshape(5, 2)
-    count, start, none = (length > 0).astype(jnp.int32), jnp.maximum(length - 1, 0), jnp.zeros((5, 1), jnp.int32)
-    chunk = Chunk(slot=None, table=table, token=none, position=start, start=start, count=count, end=end)
-    places = places_of(chunk, PAGE)
-    np.testing.assert_array_equal(places.last, [1, 3, 5, 8, 10])
-    np.testing.assert_array_equal(places.full, [0, 0, 5, 8, 10])
-
-
 # Shares of attention mass from one token to the next, against sums in NumPy.
 
 LENGTHS = np.asarray([23, 9], np.int32)  # six blocks, and three

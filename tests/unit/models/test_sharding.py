@@ -25,26 +25,6 @@ def over(num_chips: int) -> AbstractMesh:
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-def test_weights_are_split_by_heads_widths_and_vocabulary(stacked):
-    lead = (None,) * stacked
-    weights = abstract(MIXTURE, jnp.bfloat16, stacked=stacked)
-    specs = weight_specs(weights, MIXTURE)
-    layer = specs.layers[0]
-    experts = layer.experts
-    assert specs.head is not None and experts is not None and experts.shared is not None
-    assert (specs.embedding.array, specs.head.array, specs.final_norm) == (P("tp", None), P("tp", None), P(None))
-    for name in "qkv":
-        assert getattr(layer, name).array == P(*lead, "tp", None)
-    assert layer.o.array == P(*lead, None, "tp")
-    assert layer.sinks == P(*lead, "tp") and layer.attention_norm == P(*lead, None)
-    assert experts.gate.array == experts.up.array == P(*lead, None, "tp", None)
-    assert experts.down.array == P(*lead, None, None, "tp")
-    assert experts.up_bias == P(*lead, None, "tp") and experts.down_bias == P(*lead, None, None)
-    assert experts.router == P(*lead, None, None)
-    assert experts.shared.up.array == P(*lead, "tp", None) and experts.shared.down.array == P(*lead, None, "tp")
-
-
-@pytest.mark.parametrize("stacked", [False, True])
 def test_scales_of_8_bit_weights_are_split_with_their_outputs(stacked):
     lead = (None,) * stacked
     layer = weight_specs(abstract(LLAMA_3_8B, jnp.bfloat16, "int8", stacked=stacked), LLAMA_3_8B).layers[0]
