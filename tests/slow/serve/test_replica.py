@@ -81,7 +81,7 @@ def resident_bytes() -> int:
 def test_traffic_of_uneven_lengths_leaves_the_memory_of_the_process_flat():
     """All are answered, pages come back, memory stays as at a third."""
     busy = engine.load("bundled-small", max_num_seqs=16, max_model_len=256, num_pages=60, replicas=2, preempt_every=20)
-    tokens, count, rng = busy.tokenizer.encode(SENTENCE * 8), 400, np.random.default_rng(0)
+    tokens, count, rng = busy.tokenizer.encode(SENTENCE * 8), 600, np.random.default_rng(0)
     lengths, limits = (np.clip(rng.lognormal(mean, 1.0, count), 1, most) for mean, most in ((3.5, 200), (1.0, 20)))
     arrivals = (
         GenerationRequest(

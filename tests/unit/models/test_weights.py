@@ -70,19 +70,6 @@ def test_a_row_in_8_bits_has_the_same_bits_alone_and_among_any():
         assert np.asarray(product(weight, x[None, :number])).tobytes() == among[:number].tobytes()
 
 
-def test_matrices_that_lie_together_are_rounded_and_multiplied_as_each_is_alone():
-    draw = np.random.default_rng(7)
-    numbers, x = draw.normal(size=(3, 5, 4)).astype(np.float32), jnp.asarray(draw.normal(size=(6, 4)), jnp.float32)
-    together = to_int8(numbers, jnp.float32)
-    found = together.matmul_by(x, jnp.asarray([2, 0, 3]))
-    for number, rows in ((0, slice(0, 2)), (2, slice(2, 5))):
-        one, alone = together.one_of(jnp.int32(number)), to_int8(numbers[number], jnp.float32)
-        np.testing.assert_array_equal(one.array, alone.array)
-        np.testing.assert_array_equal(one.scale, alone.scale)
-        np.testing.assert_array_equal(found[rows], alone.matmul(x[rows]))
-    assert not found[5].any()
-
-
 def test_sums_that_no_float32_holds_are_exact():
     """Of 130,000 products above 10,000: each sum is far above 2**24, from where float32 lacks whole numbers."""
     draw = np.random.default_rng(6)

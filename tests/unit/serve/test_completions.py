@@ -1,40 +1,14 @@
 """Completions and what entropy and cost come to over several, by their definitions."""
 
-import math
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from plain_sequences import row
 
 from et_jax.serve.completions import Completion, TokenTrace
 from et_jax.serve.totals import Totals
 
-figures = st.floats(1e-3, 1e6)
-blocks = {"blocks_read": st.integers(0, 4), "blocks_held": st.integers(4, 8)}
-rows = st.builds(
-    *(row, st.just(5)), cost=figures, flops=figures, kept_mass=st.floats(0, 1), temperature=st.floats(0, 3), **blocks
-)
-
 
 def completion(trace: list[TokenTrace]) -> Completion:
     told = {"prompt": "a", "prompt_tokens": 1, "index": 0, "text": "", "finish_reason": "length"}
     return Completion(token_ids=tuple(each.token for each in trace), trace=tuple(trace), **told)
-
-
-@given(st.lists(st.lists(rows, max_size=5), min_size=1, max_size=4))
-def test_sums_are_sums_and_shares_are_over_all_tokens(traces):
-    summary, every = Totals.of(list(map(completion, traces))).to_dict(), [each for trace in traces for each in trace]
-    assert summary["cost_bytes"] == pytest.approx(math.fsum(each.cost for each in every))
-    assert summary["flops"] == pytest.approx(math.fsum(each.flops for each in every))
-    if every:
-        read, held = (sum(getattr(each, name) for each in every) for name in ("blocks_read", "blocks_held"))
-        assert summary["share_read"] == pytest.approx(read / held)
-        assert summary["least_mass_kept"] == min(each.kept_mass for each in every)
-        heats = [each.temperature for each in every]
-        assert summary["temperature_range"] == [min(heats), max(heats)]
-    else:
-        assert summary["share_read"] is summary["least_mass_kept"] is summary["temperature_range"] is None
 
 
 def test_entropic_time_is_that_of_the_last_token_and_rates_are_the_worst():
