@@ -200,46 +200,33 @@ def test_a_mistake_ends_in_one_sentence(arguments, message, capfd):
     assert err[-1].startswith("error: ")
 
 
-# What a record of each task makes, an answer that counts as right, and a published file with its least length.
+# What a record of each task makes, and an answer that counts as right.
 RECORDS = {
     "longeval_lines": (
         {"random_idx": ["a-b", 2], "expected_number": 24, "num_lines": 5, "prompt": "line a-b: <24>"},
         ("line a-b: <24>", "24", 0.5, "It is <24>."),
-        ("long/longeval/lines_200.jsonl.gz", 4000),
     ),
     "longeval_topics": (
         {"prompt": "first?", "topics": ["The sea", "The sky"]},
         ("first?", "The sea", 0.0, "We spoke of the sea."),
-        ("long/longeval/topics_10.jsonl.gz", 4000),
     ),
     "lost_in_the_middle": (
         {"ordered_kv_records": [["k1", "v1"], ["k2", "v2"], ["k3", "v3"]], "key": "k3", "value": "v3"},
         ('Find the value of a key in this JSON object.\n\n{"k1": "v1",\n "k2": "v2",\n "k3": "v3"}\n\n'
          'Key: "k3"\nValue:', "v3", 1.0, ' "v3"'),
-        ("long/lost_in_the_middle/kv-retrieval-75_keys.jsonl.gz", 5000),
     ),
     "gsm8k": (
         {"question": "How much?", "answer": "2 * 600 = 1200\n#### 1,200"},
         ("Question: How much?\nAnswer:", "1200", 0.0, "It makes $1,200."),
-        ("gsm8k/test.jsonl", 50),
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("task", RECORDS)
 def test_published_tasks_are_read(task, tmp_path):
-    record, (prompt, answer, depth, said), _ = RECORDS[task]
+    record, (prompt, answer, depth, said) = RECORDS[task]
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
     [one] = files.examples(task, tmp_path / "a.jsonl", len, 1)
     assert (one.prompt, one.answer, one.depth) == (prompt, answer, depth)
     assert one.length == 1 + len(prompt) + len(answer)
     assert right(one, said) and not right(one, "It is 7.")
-
-
-@pytest.mark.parametrize("task", RECORDS)
-def test_published_files_hold_what_is_read(task, shared):
-    path, least = RECORDS[task][2]
-    found = files.examples(task, shared / "prompts" / path, len, 5)
-    assert len(found) == 5 and min(one.length for one in found) > least
-    if task != "gsm8k":
-        assert all(one.answer.lower() in one.prompt.lower() and 0 <= one.depth <= 1 for one in found)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,12 +107,6 @@ def test_refuses_in_one_sentence(folder, capfd, monkeypatch, arguments, words):
     complaint = err.splitlines()[-1]
     assert code == 2 and out == "" and "Traceback" not in err
     assert complaint.startswith("error: ") and words in complaint
-
-
-def test_help_needs_no_jax():
-    """Help and mistakes in the arguments answer at once: nothing heavy is imported before they are read."""
-    code = "import sys; from et_jax import generate; generate.parser(); sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(("flags", "num_tokens"), [([], 7), (["--allow-special-tokens"], 3)])

@@ -17,6 +17,9 @@ TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
 CAP = 1.5  # of the scores of codes, a third of which are larger
 MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
+HOPPER = jax.sharding.AbstractMesh(
+    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
+)
 
 
 @functools.cache
@@ -34,6 +37,12 @@ def taken(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, 
 def results(function: Callable[..., Any], arguments: dict[str, Any], **settings: Any) -> Any:
     """What a function returns, as numpy in its own dtypes; None stays None."""
     return jax.tree.map(np.asarray, compiled(function, **settings)(taken(function, arguments)))
+
+
+def lowered_for_cuda(program: Any, *arguments: Any) -> str:
+    """The text of a compiled function for a GPU that is not here, with nothing but jaxlib."""
+    with jax.sharding.use_abstract_mesh(HOPPER):
+        return program.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def numbers(tree: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ladder import lowered_for_cuda
 
 from et_jax.models.params import in_stacks
 from et_jax.models.stacks import Threaded
@@ -15,9 +16,6 @@ from et_jax.pallas.add_norm import add_norm, gpu
 from et_jax.types import replace
 from scripts.measuring.shapes import SMALL
 
-HOPPER = jax.sharding.AbstractMesh(
-    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
-)
 MODEL = dataclasses.replace(SMALL, num_layers=3, windows=(None,) * 3)
 
 
@@ -54,9 +52,7 @@ def test_a_row_has_the_same_bits_in_any_company():
 
 def test_it_lowers_for_cuda():
     arguments = jax.eval_shape(lambda: given(96, "bfloat16", "float32"))
-    with jax.sharding.use_abstract_mesh(HOPPER):
-        lowered = jax.jit(partial(gpu.add_norm, eps=1e-5)).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
+    assert "triton" in lowered_for_cuda(jax.jit(partial(gpu.add_norm, eps=1e-5)), *arguments)
 
 
 def test_a_model_run_by_it_has_the_logits_that_it_has_without():

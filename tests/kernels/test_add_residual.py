@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ladder import lowered_for_cuda
 
 from et_jax.pallas.add_residual import add_residual, gpu
 
-HOPPER = jax.sharding.AbstractMesh(
-    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
-)
 ROWS, HEADS, DIM, BLOCKS = 3, 2, 32, 40
 
 
@@ -57,6 +55,4 @@ def test_a_row_has_the_same_bits_in_any_company_and_capacity():
 
 def test_it_lowers_for_cuda():
     arguments = jax.eval_shape(lambda: given(4))
-    with jax.sharding.use_abstract_mesh(HOPPER):
-        lowered = jax.jit(gpu.add_residual).trace(*arguments).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
+    assert "triton" in lowered_for_cuda(jax.jit(gpu.add_residual), *arguments)

@@ -13,15 +13,12 @@ import pytest
 from cases import ATTENTION, BLOCK, CODE, PREFILL, each, kernel
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from ladder import as_bytes, compiled, results, taken
+from ladder import as_bytes, compiled, lowered_for_cuda, results, taken
 
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_attention import gpu as attention
 from et_jax.pallas.paged_prefill import gpu as prefill
 
-HOPPER = jax.sharding.AbstractMesh(
-    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
-)
 SIMULATION = plgpu.InterpretGPUParams(detect_races=True)
 # A shape for each path, raced and poisoned: one tile a page and two, eight columns and sixteen, each head dim, several
 # parts, empty slots, what changes the scores, pools in 8 bits, several rows a slot; several blocks of queries, lists.
@@ -51,11 +48,8 @@ def run(operation, arguments, shape, **more):
 def lower(operation, shape, **more) -> None:
     """Lower a kernel for CUDA with nothing but jaxlib."""
     function = kernel(operation, "gpu")
-    program = compiled(function, **shape.settings, **more)
-    arguments = taken(function, operation.example(shape))
-    with jax.sharding.use_abstract_mesh(HOPPER):
-        lowered = program.trace(arguments).lower(lowering_platforms=("cuda",))
-    assert ("triton" if operation in (BLOCK, CODE) else "mosaic_gpu") in lowered.as_text()
+    text = lowered_for_cuda(compiled(function, **shape.settings, **more), taken(function, operation.example(shape)))
+    assert ("triton" if operation in (BLOCK, CODE) else "mosaic_gpu") in text
 
 
 def is_right(operation, shape, got) -> None:

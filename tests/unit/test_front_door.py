@@ -30,7 +30,7 @@ def test_every_name_is_where_the_table_says_and_editors_see_the_same():
 
 
 # Slow to import and not needed by every run.
-LAZY = {"IPython", "matplotlib", "orbax", "huggingface_hub", "sentencepiece", "jinja2", "rich", "tokenizers"}
+LAZY = {"IPython", "matplotlib", "orbax", "huggingface_hub", "sentencepiece", "jinja2", "rich", "tokenizers", "jax"}
 
 
 def test_the_package_alone_loads_no_jax_and_the_command_line_nothing_that_is_slow():
@@ -38,6 +38,7 @@ def test_the_package_alone_loads_no_jax_and_the_command_line_nothing_that_is_slo
 import sys, et_jax
 assert not {"jax", "numpy"} & sys.modules.keys() and et_jax.UsageError
 import et_jax.generate
+et_jax.generate.parser()  # for help, and for mistakes in the arguments
 print(*sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -25,7 +25,7 @@ def model():
     return engine.load(**SMALL, trace_reads=True)
 
 
-def test_the_cache_of_a_long_sequence_stays_small_and_changes_what_is_written(model):
+def test_the_cache_of_a_long_sequence_stays_small(model):
     config, [request] = model.decoder_config, asked(model.tokenizer, 1, longer=12, max_tokens=200, temperature=0.0)
     [done] = model.generate([request])
     heads = config.model.num_layers * config.model.num_kv_heads
@@ -35,11 +35,6 @@ def test_the_cache_of_a_long_sequence_stays_small_and_changes_what_is_written(mo
     left_out = config.compression.shift(len(request.prompt), written - 1, room * config.page_size)
     assert done.tokens_left_out == left_out > 0 and done.tokens_cached == written - left_out
     assert Totals.of([done]).tokens_cached == done.tokens_cached
-    [full] = engine.load(**SMALL | {"cache_budget": None}).generate([request])
-    assert full.token_ids != done.token_ids and full.tokens_left_out == 0
-    first = config.compression.point(len(request.prompt), 0, room * config.page_size)
-    same = first - len(request.prompt) + 1  # the last that was sampled from a full cache
-    assert full.token_ids[:same] == done.token_ids[:same]
 
 
 def test_a_sequence_longer_than_the_pool_is_served(model):

@@ -1,61 +1,29 @@
-"""A module of the caller's own is served as the others are: the logits of its own pass, and every way to read less."""
+"""A module of the caller's own: what it or its tokenizer lacks, and too little memory, is said in one sentence."""
 
-import functools
-from collections.abc import Callable
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from own_modules import LENGTH, Plain
-from reopened import asked
 
 import et_jax
 from et_jax.errors import UsageError
 from et_jax.models.bundled import bundled_folder
-from et_jax.models.calibration import Calibration
 from et_jax.models.module import ModuleConfig
 from et_jax.text import load_tokenizer
-from et_jax.types import Table, replace
+from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
-VOCABULARY = 4096
 SIZES = {"max_num_seqs": 3, "page_size": 8, "prefill_batch": 32, "compilation_cache": None}
-SENSITIVE = Calibration(sensitivity=Table(np.ones((2, 4, 1), np.float32)))
-TOKENIZER = load_tokenizer(bundled_folder())
-
-
-@functools.cache
-def module(kind: Callable[..., nnx.Module]) -> nnx.Module:
-    return kind(VOCABULARY, rngs=nnx.Rngs(3))
-
-
-def loaded(kind: Callable[..., nnx.Module], *, calibration: Calibration = SENSITIVE, **settings) -> et_jax.Model:
-    config = ModuleConfig(max_positions=LENGTH, eos_token_ids=(), calibration=calibration)
-    return et_jax.load(module(kind), config=config, tokenizer=TOKENIZER, **SIZES | settings)
+TOKENIZER, SHORT = load_tokenizer(bundled_folder()), ModuleConfig(max_positions=LENGTH)
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return loaded(Plain)
+def own():
+    return Plain(4096, rngs=nnx.Rngs(3))
 
 
-def test_a_cache_may_be_compressed_and_of_another_dtype():
-    with jax.numpy_dtype_promotion("standard"):  # flax mixes dtypes of its own
-        model = loaded(Plain, cache_budget=40, cache_dtype="bfloat16")
-        [done] = model.generate(asked(TOKENIZER, 1, longer=8, max_tokens=60))
-    assert len(done.token_ids) == 60 and done.tokens_left_out > 0
-    assert {layer.pages.dtype for layer in model.decoder().empty().plants[0].cache.layers} == {jnp.dtype(jnp.bfloat16)}
-
-
-SHORT = ModuleConfig(max_positions=LENGTH)
-
-
-def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence():
-    own, other = module(Plain), Plain(4000, rngs=nnx.Rngs(0))
-    whole = {"config": SHORT, "tokenizer": TOKENIZER}
+def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence(own):
+    other, whole = Plain(4000, rngs=nnx.Rngs(0)), {"config": SHORT, "tokenizer": TOKENIZER}
     beyond = "of 4096 tokens, without the id 4096; give ModuleConfig("
     named = "config and tokenizer go with a module; a named model brings its own"
     for model, settings, words in (
@@ -73,11 +41,12 @@ def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence():
         assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(plain, monkeypatch):
-    found, least = plain._plan, LENGTH // SIZES["page_size"] + 1
+def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(own, monkeypatch):
+    settings = SIZES | {"config": SHORT, "tokenizer": TOKENIZER}
+    found, least = et_jax.load(own, **settings)._plan, LENGTH // SIZES["page_size"] + 1
     short = found.weights + found.state + found.step + least * found.page - 1  # enough for a cache of half the bytes
     monkeypatch.setattr("et_jax.serve.loading.opened.usable_memory", lambda *_: short)
     with pytest.raises(UsageError, match=r"^This needs .* may be used: .* for weights in float32") as refusal:
-        loaded(Plain)
+        et_jax.load(own, **settings)
     said = str(refusal.value)  # a module keeps the dtype that it has, its cache may have another
     assert "take cache_dtype bfloat16" in said and "take max_num_seqs 2" in said and "take dtype" not in said

@@ -25,18 +25,18 @@ def numbers(i: int) -> dict[str, float]:
     return {"target_entropy": 0.5 + i / 25, "tolerance": i / 1000, "gain": 0.02 + i / 5000, "window": 16 * (i % 4)}
 
 
-def test_a_hundred_controllers_of_one_batch_run_in_one_program(model):
+def test_forty_controllers_of_one_batch_run_in_one_program(model):
     model.warm_up()
     before = made().programs
-    asked = [GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=numbers(i)) for i in range(100)]
+    asked = [GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=numbers(i)) for i in range(40)]
     other = preset("guarded", target_entropy=1.0, tolerance=0.01)
     by_value = GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control=other)
     by_name = GenerationRequest(prompt=SENTENCE * 2, params=PARAMS, control={"target_entropy": 1, "tolerance": 0.01})
     *together, one, two = model.generate([*asked, by_value, by_name])
     assert bits(one) == bits(two)
     assert made().programs == before and model.metrics.programs_compiled_late == 0
-    assert len({tuple(row.temperature for row in done.trace) for done in together}) > 90  # the numbers matter
-    for i in (0, 33, 99):
+    assert len({tuple(row.temperature for row in done.trace) for done in together}) > 36  # the numbers matter
+    for i in (0, 13, 39):
         given = numbers(i)
         laws = preset("guarded", **{name: given[name] for name in ("target_entropy", "tolerance", "window")})
         [alone] = model.generate([SENTENCE * 2], PARAMS, control=adjusted(laws, {"gain": given["gain"]}))
