@@ -2,16 +2,22 @@
 
 import functools
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 from places import SCRIPTS
 
 
 @functools.cache
-def script(name: str) -> ModuleType:
-    """Return the script of this name."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+def module_of(path: Path) -> ModuleType:
+    """Return a file as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def script(name: str) -> ModuleType:
+    """Return the script of this name."""
+    return module_of(SCRIPTS / f"{name}.py")
