@@ -136,7 +136,6 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
 @pytest.mark.parametrize(
     ("name", "model", "every"),
     [
-        ("latent", "plain", 8),
         ("adakv", "plain", 8),
         ("adakv", "narrow", 8),
         ("pyramidkv", "narrow", 0),
