@@ -44,6 +44,7 @@ def test_what_a_module_or_its_tokenizer_lacks_is_said_in_one_sentence(own):
 def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(own, monkeypatch):
     settings = SIZES | {"config": SHORT, "tokenizer": TOKENIZER}
     found, least = et_jax.load(own, **settings)._plan, LENGTH // SIZES["page_size"] + 1
+    assert found is not None
     short = found.weights + found.state + found.step + least * found.page - 1  # enough for a cache of half the bytes
     monkeypatch.setattr("et_jax.serve.loading.opened.usable_memory", lambda *_: short)
     with pytest.raises(UsageError, match=r"^This needs .* may be used: .* for weights in float32") as refusal:
