@@ -9,7 +9,9 @@ import pytest
 from et_jax.control.bounds import Interval
 from et_jax.control.budget import (
     CertifiedBudget,
+    ConstantBudget,
     EntropyBudget,
+    LevelBudget,
     MassBudget,
 )
 from et_jax.control.segment import Segment, block_entropy, interval, observed
@@ -139,6 +141,20 @@ def test_the_largest_budget_of_a_layer_is_given_to_every_head_where_they_share()
     shared = run(EntropyBudget(tokens=TOKENS, floor=0.25, shared=True), q, k).sum(axis=2)
     np.testing.assert_array_equal(shared, np.broadcast_to(own.max(axis=0), own.shape))
     assert (own < shared).any()
+
+
+# What it is compared with.
+
+
+def test_a_constant_budget_is_the_same_for_all_heads_and_a_level_gives_spread_heads_more_blocks():
+    """One head attends to a single block, one to four alike, one to all sixteen alike; ties open together."""
+    score = np.full((3, 16), -1e4, np.float32)
+    score[0, 5], score[1, 3:7], score[2] = 0.0, 0.0, 0.0
+    opened = np.asarray(LevelBudget(tokens=8 * BLOCK, segment=SEGMENT).choose(segment_of(score), {})[0])
+    np.testing.assert_array_equal(opened.sum(axis=1), [0, 4, 16])  # H is 0, log 4 / log 16, 1
+    np.testing.assert_array_equal(np.flatnonzero(opened[1]), [3, 4, 5, 6])
+    constant, _ = ConstantBudget(tokens=20).choose(segment_of(np.random.default_rng(0).normal(size=(3, 16))), {})
+    np.testing.assert_array_equal(constant.sum(axis=1), 20 // BLOCK)
 
 
 def test_mass_takes_the_fewest_blocks_that_hold_it():

@@ -10,7 +10,7 @@ import pytest
 
 from et_jax.control import compression
 from et_jax.control.compression import Compression, named
-from et_jax.control.policies import AdaKV, Entries, PyramidKV
+from et_jax.control.policies import AdaKV, Entries, PyramidKV, Random
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -99,6 +99,15 @@ def test_streaming_keeps_both_ends_and_a_layer_with_a_sliding_window_the_last():
     assert layout.layers == (4, None)
     place = kept(entries(0, 1), latent, layout, PAGE)
     assert place.tolist() == [list(range(COUNT - BUDGET, COUNT))] * HEADS
+
+
+def test_chance_keeps_the_window_and_differs_by_head_layer_and_seed():
+    how = HOW("random")
+    found = chosen(how, entries(0))
+    assert all(len(each) == BUDGET and each[-WINDOW:] == LAST for each in found)
+    others = [chosen(how, entries(0, 1)), chosen(Compression(budget=16, window=6, policy=Random(1)), entries(0))]
+    assert found == chosen(how, entries(0)) and found[0] != found[1] and found not in others
+    assert others[0] == chosen(how, replace(entries(0), number=jnp.int32(1)))  # by a program of several layers
 
 
 @pytest.mark.parametrize(
