@@ -78,6 +78,8 @@ def here(hub, tmp_path, monkeypatch):
     """The hub of this process, with a cache of its own; the model is of paper."""
     from huggingface_hub import constants
 
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # which the library reads once, whoever imports it first
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
@@ -98,7 +100,8 @@ def test_the_command_answers_a_file_on_the_hub_as_a_local_one(hub, tmp_path):
     assert main(["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "local.jsonl"), *FLAGS]) == 0
     command = [sys.executable, "-m", "et_jax.generate", "--input", "hf://datasets/owner/name/in/data.jsonl"]
     command += ["--output", str(tmp_path / "out.jsonl"), *FLAGS]
-    environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert texts(tmp_path / "out.jsonl") == texts(tmp_path / "local.jsonl") != {}
