@@ -306,7 +306,7 @@ class Replica:
         if row.fault:
             return self.slots.stop(sequence, "error", faults.sentence(row.fault, len(sequence.trace)))
         if row.trace is None:
-            return self.pool.wait(slot) if sequence.waits else None
+            return self.pool.put_ahead(slot) if sequence.is_ahead else None
         self.metrics.add_token(row.trace)
         self.pool.write(slot)
         try:

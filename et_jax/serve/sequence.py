@@ -129,8 +129,8 @@ class Sequence:
         return len(self.prompt_ids) + len(self.trace) - 1
 
     @property
-    def waits(self) -> bool:
-        """Whether one of two models ran since its last token, so that it waits for the other."""
+    def is_ahead(self) -> bool:
+        """Whether one of two models ran since its last token, and is a cached token ahead of the other."""
         return self.unpaid is not NOTHING
 
     @property

@@ -77,7 +77,7 @@ class Slots:
 
     def _swap_in(self, slot: int, sequence: Sequence) -> None:
         prompt, most, written = sequence.prompt_ids, sequence.most_written, sequence.num_written
-        self.pool.swap_in(slot, prompt, most, written, sequence.adapter, waits=sequence.waits)
+        self.pool.swap_in(slot, prompt, most, written, sequence.adapter, ahead=sequence.is_ahead)
         self.device.evict(self.pool.settle())
         self.device.swap_in(slot, sequence.row, sequence.swapped)
         sequence.row, sequence.swapped = None, []

@@ -20,7 +20,7 @@ class Claim:
     """The pages that a slot's sequence has and may require.
 
     `written` of its tokens were written to the cache, of which compression dropped `shift`; it never writes more than
-    `most`. If it `waits`, one of two models has already written the token that the other one's step writes next. Its
+    `most`. If it is `ahead`, one of two models has already written the token that the other one's step writes next. Its
     pages in `locked` are also cached prefix pages, and counted as such. It locks no other pages, because it
     could then run out of pages by itself. `begun` sequences have looked up cached prefixes; `running` ones have their
     prompt in the cache, except for the last token.
@@ -31,7 +31,7 @@ class Claim:
     adapter: int = 0
     written: int = 0
     shift: int = 0
-    waits: bool = False
+    ahead: bool = False
     locked: list[int] = dataclasses.field(default_factory=list)
     begun: bool = False
     running: bool = False
@@ -39,7 +39,7 @@ class Claim:
     @property
     def cached(self) -> int:
         """Tokens in the cache."""
-        return self.written + self.waits - self.shift
+        return self.written + self.ahead - self.shift
 
     @property
     def next_tokens(self) -> int:
@@ -148,10 +148,10 @@ class PagePool:
         self._claims[slot] = Claim(prompt=prompt, most=most, adapter=adapter)
 
     def swap_in(
-        self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0, *, waits: bool = False
+        self, slot: int, prompt: list[int], most: int, written: int, adapter: int = 0, *, ahead: bool = False
     ) -> None:
         """Claim the pages of a running sequence that returns to an empty slot, with `written` tokens written so far."""
-        claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, waits=waits, begun=True, running=True)
+        claim = Claim(prompt=prompt, most=most, adapter=adapter, written=written, ahead=ahead, begun=True, running=True)
         while (point := self._point(claim)) is not None and point <= written:
             claim.shift = point - self._room
         self._claims[slot] = claim
@@ -178,11 +178,11 @@ class PagePool:
     def write(self, slot: int, num_tokens: int = 1) -> None:
         """Claim the pages of `num_tokens` more tokens."""
         self._claims[slot].written += num_tokens
-        self._claims[slot].waits = False
+        self._claims[slot].ahead = False
 
-    def wait(self, slot: int) -> None:
-        """Claim the page of the token that a step wrote for a sequence that now waits for the other model."""
-        self._claims[slot].waits = True
+    def put_ahead(self, slot: int) -> None:
+        """Claim the page of the token that one model's step wrote ahead of the other's."""
+        self._claims[slot].ahead = True
 
     def run(self, slot: int) -> None:
         """Record that the prompt of a slot is in the cache."""
