@@ -56,6 +56,16 @@ def test_bounds_contain_the_mass_and_each_rung_of_the_ladder_tightens_them(b: Bl
     np.testing.assert_allclose(coded, box / 255, atol=1e-4, rtol=1e-3)
 
 
+def test_a_box_contains_the_scores_of_its_corners_and_no_more():
+    random = np.random.default_rng(0)
+    query, ends = random.normal(size=(2, 4)), np.sort(random.normal(size=(2, 5, 4)), axis=0)
+    found = bounds.box(*(jnp.asarray(x, jnp.float32) for x in (query, *ends)))
+    corners = np.stack([np.choose(np.asarray(which), ends) for which in itertools.product((0, 1), repeat=4)])
+    scores = np.einsum("gd,cnd->cgn", query, corners)
+    np.testing.assert_allclose(found.low, scores.min(axis=0), rtol=1e-5)
+    np.testing.assert_allclose(found.high, scores.max(axis=0), rtol=1e-5)
+
+
 def test_the_chord_is_reached_by_keys_at_the_ends_of_the_box():
     """Scores at both ends and nowhere between are the worst case of the chord."""
     score = bounds.Interval(low=jnp.asarray([[-3.0]]), high=jnp.asarray([[2.0]]))
