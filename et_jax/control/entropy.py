@@ -37,22 +37,6 @@ class Estimate:
     high: Float[Array, "*b"]
 
 
-@pytree
-class Agreement:
-    """How well an estimator follows the true entropy over many tokens.
-
-    `correlation` is Pearson's; `bias` is the mean of estimate - truth and `error` of |estimate - truth|,
-    `width` the mean width of the interval, all in nats; `containment` is the share of tokens whose
-    interval contains the truth to within 1e-4 nats.
-    """
-
-    correlation: Float[Array, ""]
-    bias: Float[Array, ""]
-    error: Float[Array, ""]
-    width: Float[Array, ""]
-    containment: Float[Array, ""]
-
-
 def moments(logits: Float[Array, "*b v"], temperature: Float[Array, "*b"] | float = 1.0) -> Moments:
     """Return the moments of softmax(logits / temperature). Logits of -inf count as absent, even an entire shard."""
     z = logits.astype(jnp.float32)
@@ -275,19 +259,3 @@ def margin(logits: Float[Array, "*b v"], m: Moments) -> Float[Array, "*b"]:
     first = z >= m.peak[..., None]
     second = jnp.max(jnp.where(first, -jnp.inf, z), axis=-1)
     return jnp.where(jnp.sum(first, axis=-1) > 1, 0.0, m.peak - second)
-
-
-def agreement(estimate: Estimate, truth: Float[Array, " n"]) -> Agreement:
-    """Return how well `estimate` follows `truth`, the exact entropies in nats (the paper's section 6.1)."""
-    gap = estimate.entropy - truth
-    x = estimate.entropy - jnp.mean(estimate.entropy)
-    y = truth - jnp.mean(truth)
-    spread = jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
-    contained = (estimate.low <= truth + 1e-4) & (truth <= estimate.high + 1e-4)
-    return Agreement(
-        correlation=jnp.sum(x * y) / jnp.maximum(spread, jnp.finfo(jnp.float32).tiny),
-        bias=jnp.mean(gap),
-        error=jnp.mean(jnp.abs(gap)),
-        width=jnp.mean(estimate.high - estimate.low),
-        containment=jnp.mean(contained.astype(jnp.float32)),
-    )

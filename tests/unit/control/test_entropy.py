@@ -100,13 +100,6 @@ def allowed(entropy: float, k: int, size: int, error: float = 0.0) -> float:
     return off * (2 * np.log(size) + 3 - np.log(off))
 
 
-def test_agreement_by_hand():
-    entropy, low, high = jnp.asarray([[1.0, 2.0, 4.0], [0.0, 2.0, 3.0], [2.0, 2.5, 3.5]])
-    got = e.agreement(e.Estimate(entropy=entropy, low=low, high=high), jnp.asarray([1.5, 2.0, 4.0]))
-    expected = [-0.5 / 3, 0.5 / 3, 1.0, 2 / 3, np.corrcoef([1, 2, 4], [1.5, 2, 4])[0, 1]]
-    np.testing.assert_allclose([got.bias, got.error, got.width, got.containment, got.correlation], expected, rtol=1e-5)
-
-
 def test_the_margin_is_the_lead_of_the_likeliest_and_near_zero_temperature_nothing_is_uncertain():
     z = jnp.asarray([[1.0, 4.0, 2.5], [3.0, 0.0, 3.0], [-jnp.inf, 0.0, -1.0]])
     np.testing.assert_allclose(e.margin(z, e.moments(z)), [1.5, 0.0, 1.0])
