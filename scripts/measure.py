@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from scripts.chip import report
 from scripts.measuring import plots, tables
 from scripts.measuring.experiment import Experiment, add_flags, load_experiment, names, settings_of
 from scripts.measuring.results import REPOSITORY
@@ -48,7 +47,7 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 
 def write_tables() -> None:
-    """Write the table of every experiment that has results and a document, and that of `scripts.bench_chip`."""
+    """Write the table of every experiment that has results and a document."""
     for name in names():
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
         if experiment.document is not None and (runs := runs_of(path)):
@@ -56,8 +55,6 @@ def write_tables() -> None:
             for run, place in tables.pictures(name, experiment, runs):
                 plots.draw(experiment, run, tables.DOCS / place)
             print(f"{name}: docs/{experiment.document}")
-    if report.write():
-        print("bench_chip: docs/evidence.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -25,16 +24,17 @@ GENERATED = ("off", "paper", "certified")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Settings of a run, as its provenance tells them."""
+    """Flags of the experiment."""
 
-    model: str = setting("", "a folder of SmolLM2-135M-Instruct, or a model's name", kind="model")
-    text: Path = setting(REPOSITORY / "README.md", "of which prompts are cut", kind="text")  # noqa: RUF009
-    steps: int = setting(16, "steps of a call", least=1)
+    model: str = setting("", "SmolLM2-135M-Instruct, for `Model.generate`: a folder or a name", kind="model")
+    text: Path = setting(REPOSITORY / "README.md", "of which its prompts are cut", kind="text")  # noqa: RUF009
+    cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
+    steps: int = setting(16, "steps of a call", least=1, quick=2)
     rounds: int = setting(3, "calls that are timed", least=3)
-    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3)
+    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3, quick=8)
     drafted: int = setting(4, "tokens that a sequence drafts in a step", least=1)
     profile: bool = setting(False, "count the kernels of a step")
-    quick: bool = setting(False, "tiny shapes, to test the script")
+    tiny: bool = setting(False, "tiny shapes, on a CPU too", quick=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How the case is called in lines, files and `--cases`."""
+        """How `--cases` knows it."""
         return f"{self.engine} {self.shape} {self.rows}x{size(self.tokens)} {self.control}"
-
-    @property
-    def process(self) -> tuple[str, ...]:
-        """What has a process in common with other cases: those of one decoder's size, or of one engine's weights."""
-        own = f"{self.rows}x{self.tokens}" if self.engine == "decode" else ""
-        return self.engine, self.shape, own
 
 
 def size(tokens: int) -> str:
@@ -66,8 +60,8 @@ def size(tokens: int) -> str:
 
 def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     """Return every case, those that tell most first."""
-    if settings.quick:
-        return _quick(settings, with_torch)
+    if settings.tiny:
+        return _tiny(settings, with_torch)
     found = []
     for rows, tokens in SIZES:
         controls = (*CONTROLS, SELF) if (rows, tokens) == SIZES[0] else CONTROLS
@@ -83,7 +77,7 @@ def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     return found
 
 
-def _quick(settings: Settings, with_torch: bool) -> list[Case]:
+def _tiny(settings: Settings, with_torch: bool) -> list[Case]:
     tiny = {"shape": "small", "rows": 1, "tokens": 512}
     found = [Case(engine="decode", control=one, **tiny) for one in ("off", "certified")]
     if with_torch:
@@ -100,13 +94,9 @@ def chosen(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
     """
     for word in words:
         if not any(word in case.name for case in cases):
-            raise UsageError(f"--cases is {word!r}, which no case contains; --list prints their names.")
+            names = ", ".join(case.name for case in cases)
+            raise UsageError(f"--cases is {word!r}, which no case contains; the cases are {names}.")
     return [case for case in cases if not words or any(word in case.name for word in words)]
-
-
-def processes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return the cases of each process, in order."""
-    return [list(group) for _, group in groupby(cases, lambda case: case.process)]
 
 
 def torch_installed() -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
@@ -32,11 +31,11 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import DecodeState
-from et_jax.models.calibration import Calibration
+from et_jax.models.calibration import equal_heads
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
-from et_jax.types import Table, replace
+from et_jax.types import replace
 from scripts.chip.cases import CHOOSING, PAGE_SIZE, QUEST, ROOM, SELF, Case, Settings
 from scripts.measuring.selectors import guarded, quest
 from scripts.measuring.shapes import SHAPES
@@ -66,14 +65,13 @@ def configuration(case: Case, settings: Settings) -> DecoderConfig:
     room = -(-ROOM * (1 + drafted) // PAGE_SIZE) * PAGE_SIZE
     positions = -(-case.tokens // PAGE_SIZE) * PAGE_SIZE + room
     model = dataclasses.replace(SHAPES[case.shape], max_positions=positions)
-    heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
     slots = max(2, case.rows)
     config = whole_context(
         model,
         slots,
         "bfloat16",
         max_steps=settings.steps,
-        calibration=Calibration(sensitivity=Table(heads)),
+        calibration=equal_heads(model),
         stacked=stacked_on(jax.default_backend()),
         controller=controller("off" if case.control == SELF else case.control, QUEST),
     )
@@ -90,8 +88,8 @@ def weights_of(config: DecoderConfig, seed: int) -> Params:
     return jax.block_until_ready(weights)
 
 
-def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
-    """Yield what is found of each case, in order, or what went wrong.
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each case, in order.
 
     All programs are compiled before the first is timed, several at once: a compiler tries products on the chip.
     """
@@ -101,10 +99,7 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
     with ThreadPoolExecutor(COMPILERS) as pool:
         made = [pool.submit(Programs, case, config, weights) for case, config in zip(cases, configs, strict=True)]
     for case, config, programs in zip(cases, configs, made, strict=True):
-        try:
-            yield one(case, config, settings, programs.result())
-        except Exception as error:  # of memory, or of a kernel: the row says so, and what follows goes on
-            yield error
+        yield one(case, config, settings, programs.result())
         gc.collect()
 
 
@@ -155,12 +150,12 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
         took = seconds(lambda: (steps(settings.steps), held[0]))
         rounds.append(1e3 * took / int(held[2]))
         shares.append(share(0))  # some presets read everything now and then
-    found |= {"milliseconds": statistics.median(rounds), "rounds": rounds, "share_read": statistics.mean(shares)}
+    found |= {"milliseconds": rounds, "share_read": statistics.mean(shares)}
     if case.control == SELF:
         found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
     found["seconds_compiling"] = programs.seconds
-    if settings.profile:
-        found["kernels"] = kernels(lambda count: jax.block_until_ready((steps(count), held[0])))
+    if settings.profile and (counted := kernels(lambda count: jax.block_until_ready((steps(count), held[0])))):
+        found["kernels"] = counted
     return found
 
 

@@ -1,6 +1,5 @@
 """`Model.generate` of a real model, several prompts at once: what a step takes with all that surrounds `decode`."""
 
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from scripts.measuring.timing import seconds
 FEWEST = 2  # tokens of the call that is subtracted, with its prefill
 
 
-def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
-    """Yield what is found of each case, in order, or what went wrong.
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each case, in order.
 
     A step's time is the difference of two calls of the same prompts, of many tokens and of two.
     """
@@ -36,15 +35,12 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
         def run(count: int, greedy: dict[str, Any] = greedy, found: list[Any] = found) -> None:
             found[:] = model.generate(prompts, max_tokens=count, **greedy)
 
-        try:
-            run(settings.tokens)
-            run(FEWEST)
-            rounds = []
-            for _ in range(settings.rounds):
-                took = [seconds(lambda count=count: run(count)) for count in (FEWEST, settings.tokens)]
-                rounds.append(1e3 * (took[1] - took[0]) / (settings.tokens - FEWEST))
-            rows = [row for one in found for row in one.trace[FEWEST:]]
-            read, held = (sum(getattr(row, name) for row in rows) for name in ("blocks_read", "blocks_held"))
-            yield {"milliseconds": statistics.median(rounds), "rounds": rounds, "share_read": read / max(1, held)}
-        except Exception as error:  # the row says so, and what follows goes on
-            yield error
+        run(settings.tokens)
+        run(FEWEST)
+        rounds = []
+        for _ in range(settings.rounds):
+            took = [seconds(lambda count=count: run(count)) for count in (FEWEST, settings.tokens)]
+            rounds.append(1e3 * (took[1] - took[0]) / (settings.tokens - FEWEST))
+        rows = [row for one in found for row in one.trace[FEWEST:]]
+        read, held = (sum(getattr(row, name) for row in rows) for name in ("blocks_read", "blocks_held"))
+        yield {"milliseconds": rounds, "share_read": read / max(1, held)}

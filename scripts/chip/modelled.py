@@ -1,5 +1,7 @@
 """What a step would take on an H200 by the bytes it moves and the kernels it launches: modelled, and not measured.
 
+    python -m scripts.chip.modelled
+
     milliseconds = bytes / 4.2 TB/s + launches x 2.5 us
 
 Bytes are those of `et_jax.decode.cost`: weights once, the blocks that are read, the summaries that choose them. A copy
@@ -21,7 +23,7 @@ from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
 from et_jax.models.params import abstract
 from scripts.aot.chips import KERNELS
-from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, size
+from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, cases_of, size
 from scripts.chip.decoding import LEAST, MOST, configuration
 from scripts.measuring.results import table
 
@@ -86,3 +88,7 @@ def shown(cases: list[Case]) -> str:
             place = [case.shape, f"{case.rows} x {size(case.tokens)}", case.control, share_of(case)]
             rows.append([*place, found["bytes"] / 1e9, of_bytes, found["launches"], found["milliseconds"]])
     return table(header, rows)
+
+
+if __name__ == "__main__":
+    print(shown(cases_of(Settings(), False)))

@@ -1,7 +1,6 @@
 """A plain step of the same shapes in torch, captured as one CUDA graph: no engine, what anybody can have."""
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,20 +12,15 @@ from scripts.measuring.shapes import SHAPES
 DEVIATION = 0.02  # of random weights
 
 
-def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
-    """Yield what is found of each case, in order, or what went wrong. All cases are of one shape."""
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each case, in order. All cases are of one shape."""
     torch = importlib.import_module("torch")
     shape = SHAPES[cases[0].shape]
     with torch.no_grad():
         torch.manual_seed(settings.seed)
         weights = weights_of(torch, shape)
         for case in cases:
-            try:
-                rounds = timed(torch, step_of(torch, shape, weights, case), settings)
-                yield {"milliseconds": statistics.median(rounds), "rounds": rounds}
-            except Exception as error:  # the row says so, and what follows goes on
-                yield error
-            torch.cuda.empty_cache()
+            yield {"milliseconds": timed(torch, step_of(torch, shape, weights, case), settings)}
 
 
 def weights_of(torch: Any, shape: ModelConfig) -> dict[str, Any]:

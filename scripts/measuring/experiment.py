@@ -48,13 +48,15 @@ class Figure:
 class Group:
     """Arms on the same rows, under `labels` that tell the group from others. `baseline` is one of the arms, or None.
 
-    With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row.
+    With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row. Of arms that are
+    `timed` by themselves each row is a round too.
     """
 
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arms: Mapping[str, Callable[[], Any]]
     baseline: str | None = None
     rounds: int | None = None
+    timed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

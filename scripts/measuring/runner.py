@@ -131,7 +131,7 @@ def run(
         measured = _one_by_one(missing) if group.rounds is None else _timed(group.arms, group.rounds)
         for arm, found in measured:
             kept["arms"][arm] = found
-            summarise(experiment, kept, timed=group.rounds is not None)
+            summarise(experiment, kept, timed=group.timed or group.rounds is not None)
             record.write()
             said = [f"{one} {value['value']:.4g}" for one, value in found.get("figures", {}).items()]
             report(" ".join([*map(str, group.labels.values()), arm, found.get("missed", ""), *said]))

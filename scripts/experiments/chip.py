@@ -1,0 +1,65 @@
+"""How long does a decode step take on one NVIDIA GPU, by the share of the blocks it reads?
+
+`decode` runs 16 steps in full depth at Llama-3-8B's shape with random bfloat16 weights, over pages of 64 tokens: every
+size under "off", Quest at an eighth of the blocks, and presets at tolerances by which 6 to 10% is read; one size with
+the model's own drafts; and one sequence of SmolLM-135M's shape. Beside them stand a plain step of torch in one CUDA
+graph, where torch is installed, and with --model the steps of `Model.generate` over windows of --text. A round is a
+call. --profile counts the kernels of a step. The modelled time is by bytes over 4.2 TB/s and launches times 2.5 us
+(`python -m scripts.chip.modelled` prints it without a GPU).
+
+There is a process for each size: weights are drawn once for all its controls, whose programs are compiled several at a
+time before the first is timed; and the pool of the next size finds memory in one piece. A case that fails, for want of
+memory or otherwise, is missed and ends its process; the others go on in a new one. All takes about four minutes. A run
+that is ended before, such as by `timeout 240`, goes on where it was when it is started again.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from scripts.chip import processes
+from scripts.chip.cases import Case, Settings, cases_of, chosen, size, torch_installed
+from scripts.measuring.experiment import Figure, Group, Missed
+
+# This process only names the chip; its memory is for those that compute there.
+os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+Measure = Callable[[Settings, Sequence[Case]], Generator[dict[str, Any]]]
+
+
+def arms(settings: Settings, cases: list[Case], measured: Measure = processes.measured) -> dict[str, Any]:
+    """Return an arm for each case of one process; those after one that failed get another process."""
+    running: list[Generator[dict[str, Any]]] = []
+
+    def arm(number: int) -> dict[str, Any]:
+        if not running:
+            running.append(measured(settings, cases[number:]))
+        found = next(running[0])
+        if "error" in found or number == len(cases) - 1:
+            running.pop().close()  # whose memory the next one needs
+        if "error" in found:
+            raise Missed(found["error"])
+        return found
+
+    return {case.control: partial(arm, number) for number, case in enumerate(cases)}
+
+
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group for each size of each engine."""
+    cases = chosen(cases_of(settings, torch_installed()), settings.cases)
+    for (engine, shape, rows, tokens), each in groupby(
+        cases, lambda one: (one.engine, one.shape, one.rows, one.tokens)
+    ):
+        labels = {"by": engine, "shape": shape, "sequences x tokens": f"{rows} x {size(tokens)}"}
+        yield Group(labels=labels, arms=arms(settings, list(each)), baseline="off", timed=True)
+
+
+FIGURES = {
+    "milliseconds": Figure(header="ms a step", against="ratio"),
+    "modelled": Figure(header="ms, modelled"),
+    "share_read": Figure(header="blocks read"),
+    "tokens_per_step": Figure(header="tokens a step"),
+    "kernels": Figure(header="kernels a step"),
+}
+DOCUMENT = "evidence.md"
