@@ -31,21 +31,22 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import DecodeState
-from et_jax.models.calibration import equal_heads
 from et_jax.models.params import Params, in_stacks
 from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
+from et_jax.pallas.backend import pick
 from et_jax.types import replace
 from scripts.chip.cases import CHOOSING, PAGE_SIZE, QUEST, ROOM, SELF, Case, Settings
+from scripts.measuring import paired
 from scripts.measuring.selectors import guarded, quest
-from scripts.measuring.shapes import SHAPES
-from scripts.measuring.states import filled, whole_context, with_random_pages
+from scripts.measuring.shapes import SHAPES, even_heads
+from scripts.measuring.states import filled, with_random_pages
 from scripts.measuring.timing import seconds
 
-TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
+TOLERANCES = {"paper": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
 OUTSTANDING, LONGER = 1 / 256, 24.0
-LEAST, MOST = 0.06, 0.10  # of the blocks read
-TRIES, TRIED = 8, 3  # tolerances; steps under each, of which the last is looked at
+READ, WITHIN = 0.08, 0.25  # the share of the blocks that is searched for, and by what part of it that may differ
+TRIED = 3  # steps under each tolerance, of which the last counts
 COMPILERS = 4  # at once
 Ran = tuple[DecodeState, Any, Any]
 
@@ -66,18 +67,23 @@ def configuration(case: Case, settings: Settings) -> DecoderConfig:
     positions = -(-case.tokens // PAGE_SIZE) * PAGE_SIZE + room
     model = dataclasses.replace(SHAPES[case.shape], max_positions=positions)
     slots = max(2, case.rows)
-    config = whole_context(
-        model,
-        slots,
-        "bfloat16",
+    return DecoderConfig(
+        model=model,
+        num_slots=slots,
+        batch=slots,
+        page_size=PAGE_SIZE,
+        num_pages=slots * positions // PAGE_SIZE + 1,
+        max_length=positions,
+        prefill_batch=PAGE_SIZE,
+        chunk=PAGE_SIZE,
         max_steps=settings.steps,
-        calibration=equal_heads(model),
+        cache_dtype="bfloat16",
+        backend=pick(jax.default_backend()),
+        calibration=even_heads(model),
         stacked=stacked_on(jax.default_backend()),
         controller=controller("off" if case.control == SELF else case.control, QUEST),
+        draft=Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None,
     )
-    draft = Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None
-    in_pages = {"page_size": PAGE_SIZE, "prefill_batch": PAGE_SIZE, "chunk": PAGE_SIZE}
-    return dataclasses.replace(config, **in_pages, num_pages=slots * positions // PAGE_SIZE + 1, draft=draft)
 
 
 def weights_of(config: DecoderConfig, seed: int) -> Params:
@@ -108,7 +114,7 @@ class Programs:
 
     def __init__(self, case: Case, config: DecoderConfig, weights: Any) -> None:
         def begun() -> DecodeState:
-            state = with_random_pages(config, filled(config, case.tokens, 0.0), OUTSTANDING, LONGER)
+            state = with_random_pages(config, filled(config, case.tokens), OUTSTANDING, LONGER)
             return replace(state, active=jnp.arange(config.num_slots) < case.rows)
 
         began = time.perf_counter()
@@ -133,18 +139,18 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
         read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.allocated_pages))
         return read / max(1.0, pages) / (config.model.num_layers * config.model.num_kv_heads)
 
-    def share_at(tolerance: float) -> float:
+    def at(tolerance: float) -> tuple[float, None]:
         control = held[0].control
         control = replace(control, tolerance=jnp.full_like(control.tolerance, tolerance))
         held[0] = replace(held[0], control=control)
         steps(TRIED)
-        return share(TRIED - 1)
+        return share(TRIED - 1), None
 
     jax.block_until_ready(steps(1))
     found: dict[str, Any] = {}
     if case.control in CHOOSING:
-        found["tolerance"] = tolerance_for(share_at, TOLERANCES[case.control])
-        share_at(found["tolerance"])
+        start = TOLERANCES[case.control]
+        found["tolerance"], _ = paired.matched(at, READ, 1e-9, 1e6, within=WITHIN, start=start)
     rounds, shares = [], []
     for _ in range(settings.rounds):
         took = seconds(lambda: (steps(settings.steps), held[0]))
@@ -157,26 +163,6 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
     if settings.profile and (counted := kernels(lambda count: jax.block_until_ready((steps(count), held[0])))):
         found["kernels"] = counted
     return found
-
-
-def tolerance_for(share_at: Callable[[float], float], start: float) -> float:
-    """Return a tolerance by which a share of `LEAST` to `MOST` is read, or the nearest of those that were tried.
-
-    The share falls as the tolerance rises. Beginning with one, each is eight times the last one or an eighth of it,
-    until the share has been passed; then the mean of logarithms between the two nearest.
-    """
-    low = high = None  # the greatest tolerance that reads too much, the least that reads too little
-    tolerance, tried = start, {}
-    for _ in range(TRIES):
-        share = tried[tolerance] = share_at(tolerance)
-        if LEAST <= share <= MOST:
-            return tolerance
-        low, high = (tolerance, high) if share > MOST else (low, tolerance)
-        if low is None or high is None:
-            tolerance = tolerance * 8 if high is None else tolerance / 8
-        else:
-            tolerance = (low * high) ** 0.5
-    return min(tried, key=lambda one: abs(tried[one] - (LEAST + MOST) / 2))
 
 
 def kernels(run: Callable[[int], Any]) -> float | None:

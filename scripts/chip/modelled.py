@@ -24,7 +24,7 @@ from et_jax.decode.state import empty
 from et_jax.models.params import abstract
 from scripts.aot.chips import KERNELS
 from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, cases_of, size
-from scripts.chip.decoding import LEAST, MOST, configuration
+from scripts.chip.decoding import READ, configuration
 from scripts.measuring.results import table
 
 BYTES_A_SECOND = 4.2e12
@@ -52,30 +52,21 @@ def moved(case: Case, share: float) -> float:
 def share_of(case: Case) -> float:
     """Return the share of the blocks that a case is to read."""
     if case.control in CHOOSING:
-        return (LEAST + MOST) / 2
+        return READ
     return QUEST if case.control == "quest" else 1.0
 
 
-def launched(case: Case, layers: int) -> int | None:
-    """Return the kernels of a step, None where those of a layer are not counted under its control."""
-    program = PROGRAMS.get(case.control)
-    return None if program is None else layers * KERNELS[program] + OUTSIDE
-
-
-def milliseconds(num_bytes: float, launches: int) -> float:
-    """Return the modelled time of a step."""
-    return 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
-
-
 def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
-    """Return the bytes, the launches and the modelled milliseconds of a case; None where it has no model."""
-    if case.engine != "decode":
+    """Return the bytes, the launches and the modelled milliseconds of a case; None where it has no model.
+
+    That is where the kernels of a layer are not counted under its control.
+    """
+    if case.engine != "decode" or case.control not in PROGRAMS:
         return None
-    launches = launched(case, configuration(case, Settings()).model.num_layers)
-    if launches is None:
-        return None
+    launches = configuration(case, Settings()).model.num_layers * KERNELS[PROGRAMS[case.control]] + OUTSIDE
     num_bytes = moved(case, share_of(case) if share is None else share)
-    return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds(num_bytes, launches)}
+    milliseconds = 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
+    return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds}
 
 
 def shown(cases: list[Case]) -> str:

@@ -1,4 +1,4 @@
-"""What rows amount to, the table of a run, and the parts of the documents that show such tables."""
+"""What rows amount to, the table or the picture of a run, and the parts of the documents that show them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.io.files import replace_file
+from et_jax.io.files import replace_file, replace_picture
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
-from scripts.measuring.plots import is_drawn
 from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
@@ -136,6 +135,42 @@ def pictures(
             of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
             found.append((run, f"figures/{name}-{of}.png"))
     return found
+
+
+def is_drawn(experiment: Experiment, group: Mapping[str, Any]) -> bool:
+    """Return whether a group has both figures of the experiment's plot, so that a picture shows it."""
+    return experiment.plot is not None and all(
+        set(experiment.plot) <= arm.get("figures", {}).keys() for arm in group["arms"].values()
+    )
+
+
+def draw(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
+    """Draw the groups of a run that are drawn: a line for each kind of arm, which is named by kind, space and setting.
+
+    The vertical axis is logarithmic.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    assert experiment.plot is not None
+    x, y = experiment.plot
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for group in run["groups"]:
+        for name, arm in group["arms"].items() if is_drawn(experiment, group) else ():
+            at = arm["figures"][x]["value"], arm["figures"][y]["value"]
+            if at[1] > 0:  # what the others are compared with is 0 everywhere
+                curves.setdefault(name.rpartition(" ")[0], []).append(at)
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="tight")
+    for (name, points), marker in zip(curves.items(), "osv^<>DPX*hd" * 4, strict=False):
+        axis.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=5, label=name)
+    headers = (experiment.figures[one].header for one in experiment.plot)
+    axis.set(xlabel=next(headers), ylabel=next(headers), yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    replace_picture(path, figure)
+    plt.close(figure)
 
 
 def insert(document: Path, name: str, text: str) -> None:

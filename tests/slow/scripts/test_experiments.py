@@ -11,9 +11,8 @@ import pytest
 from et_jax.models.calibration import write_calibration
 from scripts.chip import cases, processes
 from scripts.measuring import experiment, runner
-from scripts.measuring.random_folder import random_folder
 from scripts.measuring.results import REPOSITORY
-from scripts.measuring.shapes import SMALL, even_heads
+from scripts.measuring.shapes import SMALL, even_heads, random_folder
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 

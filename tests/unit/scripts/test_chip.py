@@ -1,11 +1,10 @@
-"""What is decided around the steps of a chip: which cases run, in which process, at which tolerance."""
+"""What is decided around the steps of a chip: which cases run, in which process, and how long they would take."""
 
 import pytest
 
 from et_jax.errors import UsageError
 from scripts.chip import cases
 from scripts.chip.cases import Case, Settings
-from scripts.chip.decoding import LEAST, MOST, TRIES, tolerance_for
 from scripts.chip.modelled import modelled
 from scripts.experiments import chip
 from scripts.measuring.experiment import Missed
@@ -28,22 +27,6 @@ def test_every_size_and_control_is_a_case_of_its_own():
     ]
     with pytest.raises(UsageError, match="9x9"):
         cases.chosen(all_, ["9x9"])
-
-
-@pytest.mark.parametrize("start", [1e-3, 0.1, 30.0])
-@pytest.mark.parametrize("scale", [0.003, 0.2, 4.0])
-def test_a_tolerance_is_found_by_which_the_share_is_read(start, scale):
-    """Of a share that falls as the tolerance rises."""
-    tried = []
-
-    def share_at(tolerance):
-        tried.append(tolerance)
-        return 1 / (1 + tolerance / scale)
-
-    found = tolerance_for(share_at, start)
-    assert len(tried) <= TRIES and found in tried
-    if len(tried) < TRIES:
-        assert LEAST <= share_at(found) <= MOST
 
 
 class Processes:
