@@ -38,17 +38,6 @@ PROGRAMS = {
 }  # whose layers launch as many as those of a control
 
 
-def moved(case: Case, share: float) -> float:
-    """Return the bytes that a step of `decode` moves, where it reads such a share of the blocks."""
-    config = configuration(case, Settings())
-    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
-    state = jax.eval_shape(partial(empty, config))
-    [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
-    blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
-    scored = blocks if model.summary else 0
-    return float(model.weights) + float(cost.cached_bytes(model, share * blocks, scored))
-
-
 def share_of(case: Case) -> float:
     """Return the share of the blocks that a case is to read."""
     if case.control in CHOOSING:
@@ -57,14 +46,20 @@ def share_of(case: Case) -> float:
 
 
 def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
-    """Return the bytes, the launches and the modelled milliseconds of a case; None where it has no model.
+    """Return the bytes, the launches and the modelled milliseconds of a case that reads a share of the blocks.
 
-    That is where the kernels of a layer are not counted under its control.
+    None is returned where the kernels of a layer are not counted under its control.
     """
     if case.engine != "decode" or case.control not in PROGRAMS:
         return None
-    launches = configuration(case, Settings()).model.num_layers * KERNELS[PROGRAMS[case.control]] + OUTSIDE
-    num_bytes = moved(case, share_of(case) if share is None else share)
+    config = configuration(case, Settings())
+    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
+    state = jax.eval_shape(partial(empty, config))
+    [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
+    blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
+    read = (share_of(case) if share is None else share) * blocks
+    num_bytes = float(model.weights) + float(cost.cached_bytes(model, read, blocks if model.summary else 0))
+    launches = config.model.num_layers * KERNELS[PROGRAMS[case.control]] + OUTSIDE
     milliseconds = 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
     return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds}
 
