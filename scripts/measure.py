@@ -42,14 +42,14 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 
 def write_tables() -> None:
-    """Write the table of every experiment that has results and a document."""
+    """Write the table of every experiment that has results."""
     for name in names():
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
-        if experiment.document is not None and (runs := runs_of(path)):
-            tables.insert(tables.DOCS / experiment.document, name, tables.illustrated(name, experiment, runs))
+        if runs := runs_of(path):
+            tables.insert(tables.DOCUMENT, name, tables.illustrated(name, experiment, runs))
             for run, place in tables.pictures(name, experiment, runs):
                 tables.draw(experiment, run, tables.DOCS / place)
-            print(f"{name}: docs/{experiment.document}")
+            print(f"{name}: {tables.DOCUMENT}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

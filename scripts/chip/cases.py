@@ -22,12 +22,11 @@ PROMPTS = (4, 7600)
 GENERATED = ("off", "paper", "certified")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
     model: str = setting("", "SmolLM2-135M-Instruct, for `Model.generate`: a folder or a name", kind="model")
-    text: Path = setting(REPOSITORY / "README.md", "of which its prompts are cut", kind="text")  # noqa: RUF009
+    text: Path = setting(REPOSITORY / "README.md", "of which its prompts are cut", kind="text")
     cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
     steps: int = setting(16, "steps of a call", least=1, quick=2)
     rounds: int = setting(3, "calls that are timed", least=3)

@@ -5,7 +5,6 @@ that to the same question with everything read.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ CONTROLS: dict[str, Controller] = {
 SHARES = ("share_read", "share_bytes", "prompt_share_read")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -74,4 +72,3 @@ FIGURES = {
     "share_bytes": Figure(header="bytes moved"),
     "prompt_share_read": Figure(header="blocks read of prompts"),
 }
-DOCUMENT = "evidence.md"

@@ -62,4 +62,3 @@ FIGURES = {
     "tokens_per_step": Figure(header="tokens a step"),
     "kernels": Figure(header="kernels a step"),
 }
-DOCUMENT = "evidence.md"

@@ -5,7 +5,6 @@ those that come. "latent" ranks when N_d tokens are decoded, the others once the
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from et_jax.control.compression import named
@@ -14,7 +13,6 @@ from scripts.measuring.experiment import Figure, Group, Missed, grouped, setting
 from scripts.measuring.teacher_forced import Forced
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -52,4 +50,3 @@ FIGURES = {
     "loss": Figure(header="loss, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "evidence.md"

@@ -11,7 +11,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from scripts.peers import Engine
 from scripts.peers.gguf_file import close
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -129,4 +127,3 @@ FIGURES = {
     "same_argmax": Figure(header="same likeliest token"),
     "greedy": Figure(header="greedy tokens to the first that differs"),
 }
-DOCUMENT = "evidence.md"

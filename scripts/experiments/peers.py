@@ -33,7 +33,6 @@ PAUSE = 0.3  # seconds between turns, in which the threads of the engine that ra
 AGREEING = 16  # tokens of each of two prompts that are compared in float32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 

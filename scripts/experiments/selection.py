@@ -12,7 +12,6 @@ settings, by logarithms.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -68,7 +67,6 @@ UNSCORED = ("sinks and window", "chance", "oracle")  # that inspect no block
 DENSE = "dense"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -125,5 +123,4 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"at": f"{wanted:g} of the bytes"}, arms=compared, baseline=baseline)
 
 
-DOCUMENT = "evidence.md"
 PLOT = ("share_bytes", "divergence")

@@ -8,7 +8,6 @@ Every arm's tolerance is searched until it reads the wanted share of blocks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ PER_HEAD = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -77,6 +75,3 @@ def groups(settings: Settings) -> Iterator[Group]:
         return found.by_row(*FIGURES)
 
     yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")
-
-
-DOCUMENT = "evidence.md"

@@ -8,7 +8,6 @@ which the same tokens are matched again. Where speed is measured, end tokens are
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,6 @@ MOST_TOKENS = 256  # of a text that follows the schema
 OPENINGS = ("It was", "The old house by the river", "In the spring of that year", "She said that the office is")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -131,4 +129,3 @@ FIGURES = {
     "matching": Figure(header="matching, µs a token"),
     "speed": Figure(header="tokens/s", against="ratio"),
 }
-DOCUMENT = "evidence.md"

@@ -13,6 +13,7 @@ from scripts.measuring.experiment import Experiment
 from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
+DOCUMENT = DOCS / "evidence.md"  # that shows the tables
 
 
 def summary(

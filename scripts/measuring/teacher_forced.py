@@ -71,12 +71,11 @@ class Scores:
         return {name: np.asarray(getattr(self, name), np.float64).mean(axis=1) for name in names}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Forced(Base):
     """Flags of an experiment that runs a model on the last tokens of rows of text."""
 
     model: str = experiment.model()
-    text: Path = experiment.text()  # noqa: RUF009
+    text: Path = experiment.text()
     rows: int = setting(16, "rows of text", least=2, quick=2)
     length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=161)
     measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=12)

@@ -53,6 +53,7 @@ def test_a_case_that_fails_is_missed_and_those_after_it_run_in_another_process()
 def test_modelled_times_are_those_of_bytes_and_launches():
     [case] = cases.chosen(cases.cases_of(Settings(), False), ["decode llama-3-8b 8x32k off"])
     found = modelled(case)
+    assert found is not None
     weights, keys = 16.06e9, 8 * 32_768 * 8 * 2 * 128 * 2 * 32
     assert found["bytes"] == pytest.approx(weights + keys, rel=0.01)
     assert found["milliseconds"] == pytest.approx(found["bytes"] / 4.2e9 + found["launches"] * 2.5e-3, rel=0.01)

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed
 LOSSES = {"dense": [1.0, 2.0, 4.0, 1.0], "less": [2.0, 3.0, 4.0, 3.0], "half": [0.5, 1.0, 2.0, 0.5]}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     model: str = experiment.model()
-    text: Path = experiment.text()  # noqa: RUF009
+    text: Path = experiment.text()
     rows: int = setting(4, "rows", least=2, most=100, quick=3)
     shares: tuple[float, ...] = setting((0.5,), "shares", least=0.0)
     way: str = setting("greedy", "way", choices=("greedy", "sampled"))
@@ -159,8 +157,9 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
     """As `python -m scripts.measure --tables` writes them."""
     for name in experiment.names():
         found, path = experiment.load_experiment(name), measure.RESULTS / f"{name}.json"
-        if found.document is not None and path.exists():
-            document = (tables.DOCS / found.document).read_text(encoding="utf-8")
+        document = tables.DOCUMENT.read_text(encoding="utf-8")
+        assert document.count(f"<!-- {name}: begin -->\n") == document.count(f"<!-- {name}: end -->") == 1, name
+        if path.exists():
             part = tables.illustrated(name, found, runs := runner.runs_of(path))
             assert all((tables.DOCS / place).exists() for _, place in tables.pictures(name, found, runs))
             assert f"<!-- {name}: begin -->\n\n{part}\n\n<!-- {name}: end -->" in document, name
