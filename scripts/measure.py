@@ -47,8 +47,9 @@ def write_tables() -> None:
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
         if runs := runs_of(path):
             tables.insert(tables.DOCUMENT, name, tables.illustrated(name, experiment, runs))
-            for run, place in tables.pictures(name, experiment, runs):
-                tables.draw(experiment, run, tables.DOCS / place)
+            for one in runs:
+                if place := tables.picture(name, experiment, one):
+                    tables.draw(experiment, one, tables.DOCS / place)
             print(f"{name}: {tables.DOCUMENT}")
 
 

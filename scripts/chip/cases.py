@@ -11,7 +11,7 @@ from scripts.measuring.experiment import Base, setting
 from scripts.measuring.results import REPOSITORY
 
 PAGE_SIZE = 64
-ROOM = 128  # tokens of a sequence beyond its context: those of warm-ups, rounds and profiles
+ROOM = 192  # tokens of a sequence beyond its context: those of warm-ups, rounds and profiles
 CHOOSING = ("paper", "certified", "adaptive")  # presets that choose blocks by a tolerance
 CONTROLS = ("off", "quest", *CHOOSING)
 QUEST = 1 / 8  # of the blocks

@@ -1,6 +1,7 @@
 """`Model.generate` of a real model, several prompts at once: what a step takes with all that surrounds `decode`."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from et_jax.control.presets import preset
@@ -29,18 +30,18 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
     prompts = [tokens[row * first.tokens :][: first.tokens] for row in range(first.rows)]
     for case in cases:
         control = "off" if case.control == "off" else preset(case.control, min_context=0)
-        greedy = {"temperature": 0.0, "ignore_eos": True, "control": control}
         found: list[Any] = []
 
-        def run(count: int, greedy: dict[str, Any] = greedy, found: list[Any] = found) -> None:
-            found[:] = model.generate(prompts, max_tokens=count, **greedy)
+        def run(count: int, control: Any = control, found: list[Any] = found) -> None:
+            asked = {"max_tokens": count, "temperature": 0.0, "ignore_eos": True, "control": control}
+            found[:] = model.generate(prompts, **asked)
 
         run(settings.tokens)
         run(FEWEST)
         rounds = []
         for _ in range(settings.rounds):
-            took = [seconds(lambda count=count: run(count)) for count in (FEWEST, settings.tokens)]
-            rounds.append(1e3 * (took[1] - took[0]) / (settings.tokens - FEWEST))
+            few, many = (seconds(partial(run, count)) for count in (FEWEST, settings.tokens))
+            rounds.append(1e3 * (many - few) / (settings.tokens - FEWEST))
         rows = [row for one in found for row in one.trace[FEWEST:]]
         read, held = (sum(getattr(row, name) for row in rows) for name in ("blocks_read", "blocks_held"))
         yield {"milliseconds": rounds, "share_read": read / max(1, held)}

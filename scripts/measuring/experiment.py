@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,9 +184,8 @@ def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -
 
 def names() -> list[str]:
     """Return the names of all experiments: files of `scripts/experiments`."""
-    from scripts import experiments
-
-    return sorted(one.name for one in pkgutil.iter_modules(experiments.__path__))
+    folder = Path(__file__).parents[1] / "experiments"
+    return sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__")
 
 
 def load_experiment(name: str) -> Experiment:

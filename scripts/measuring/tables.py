@@ -115,27 +115,22 @@ def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -
 
 def illustrated(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
     """Return what a document shows of runs: pictures, and tables of what no picture shows."""
-    drawn = {place: run for run, place in pictures(name, experiment, runs)}
     said = []
     for run in runs:
         said.append(origin(name, run))
-        said += [f"![{experiment.question}]({place})" for place, one in drawn.items() if one is run]
-        listed = [group for group in run["groups"] if not is_drawn(experiment, group)]
-        if listed:
+        if place := picture(name, experiment, run):
+            said.append(f"![{experiment.question}]({place})")
+        if listed := [group for group in run["groups"] if not is_drawn(experiment, group)]:
             said.append(shown(experiment, {**run, "groups": listed}))
     return "\n\n".join(said)
 
 
-def pictures(
-    name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]
-) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the runs that have a picture, with its file in docs/."""
-    found = []
-    for run in runs:
-        if any(is_drawn(experiment, group) for group in run["groups"]):
-            of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
-            found.append((run, f"figures/{name}-{of}.png"))
-    return found
+def picture(name: str, experiment: Experiment, run: Mapping[str, Any]) -> str | None:
+    """Return the file in docs/ of a run's picture, None where it has none."""
+    if not any(is_drawn(experiment, group) for group in run["groups"]):
+        return None
+    of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
+    return f"figures/{name}-{of}.png"
 
 
 def is_drawn(experiment: Experiment, group: Mapping[str, Any]) -> bool:
@@ -150,10 +145,7 @@ def draw(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
 
     The vertical axis is logarithmic.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     assert experiment.plot is not None
     x, y = experiment.plot
@@ -163,15 +155,14 @@ def draw(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
             at = arm["figures"][x]["value"], arm["figures"][y]["value"]
             if at[1] > 0:  # what the others are compared with is 0 everywhere
                 curves.setdefault(name.rpartition(" ")[0], []).append(at)
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="tight")
+    figure = Figure(figsize=(7, 4.5), layout="tight")
+    axis = figure.add_subplot()
     for (name, points), marker in zip(curves.items(), "osv^<>DPX*hd" * 4, strict=False):
         axis.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=5, label=name)
-    headers = (experiment.figures[one].header for one in experiment.plot)
-    axis.set(xlabel=next(headers), ylabel=next(headers), yscale="log")
+    axis.set(xlabel=experiment.figures[x].header, ylabel=experiment.figures[y].header, yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     replace_picture(path, figure)
-    plt.close(figure)
 
 
 def insert(document: Path, name: str, text: str) -> None:
