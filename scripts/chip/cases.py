@@ -28,7 +28,7 @@ class Settings(Base):
     model: str = setting("", "SmolLM2-135M-Instruct, for `Model.generate`: a folder or a name", kind="model")
     text: Path = setting(REPOSITORY / "README.md", "of which its prompts are cut", kind="text")
     cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
-    steps: int = setting(16, "steps of a call", least=1, quick=2)
+    steps: int = setting(16, "steps of a call", least=3, quick=4)
     rounds: int = setting(3, "calls that are timed", least=3)
     tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3, quick=8)
     drafted: int = setting(4, "tokens that a sequence drafts in a step", least=1)

@@ -45,7 +45,10 @@ from scripts.measuring.timing import seconds
 
 TOLERANCES = {"paper": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
 OUTSTANDING, LONGER = 1 / 256, 24.0
-READ, WITHIN = 0.08, 0.25  # the share of the blocks that is searched for, and by what part of it that may differ
+READ, WITHIN = (
+    0.08,
+    0.25,
+)  # the share of the blocks that is searched for, and by what part of it that may differ, if one can be had
 TRIED = 3  # steps under each tolerance, of which the last counts
 COMPILERS = 4  # at once
 Ran = tuple[DecodeState, Any, Any]
@@ -150,7 +153,7 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
     found: dict[str, Any] = {}
     if case.control in CHOOSING:
         start = TOLERANCES[case.control]
-        found["tolerance"], _ = paired.matched(at, READ, 1e-9, 1e6, within=WITHIN, start=start)
+        found["tolerance"], _ = paired.matched(at, READ, 1e-9, 1e6, within=WITHIN, start=start, or_nearest=True)
     rounds, shares = [], []
     for _ in range(settings.rounds):
         took = seconds(lambda: (steps(settings.steps), held[0]))
