@@ -30,7 +30,7 @@ class Settings(Base):
     cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
     steps: int = setting(16, "steps of a call", least=3, quick=4)
     rounds: int = setting(3, "calls that are timed", least=3)
-    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3, quick=8)
+    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3, quick=40)
     drafted: int = setting(4, "tokens that a sequence drafts in a step", least=1)
     profile: bool = setting(False, "count the kernels of a step")
     tiny: bool = setting(False, "tiny shapes, on a CPU too", quick=True)
