@@ -3,12 +3,10 @@
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from et_jax.errors import UsageError
 from scripts.measuring.experiment import Base, setting
-from scripts.measuring.results import REPOSITORY
 
 PAGE_SIZE = 64
 ROOM = 192  # tokens of a sequence beyond its context: those of warm-ups, rounds and profiles
@@ -18,19 +16,14 @@ QUEST = 1 / 8  # of the blocks
 SELF = "self-drafts"
 LLAMA, SMOLLM = "llama-3-8b", "smollm-135m"
 SIZES = ((8, 32_768), (4, 32_768), (1, 32_768), (16, 8192))  # sequences, tokens of each
-PROMPTS = (4, 7600)
-GENERATED = ("off", "paper", "certified")
 
 
 class Settings(Base):
     """Flags of the experiment."""
 
-    model: str = setting("", "SmolLM2-135M-Instruct, for `Model.generate`: a folder or a name", kind="model")
-    text: Path = setting(REPOSITORY / "README.md", "of which its prompts are cut", kind="text")
     cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
     steps: int = setting(16, "steps of a call", least=3, quick=4)
     rounds: int = setting(3, "calls that are timed", least=3)
-    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3, quick=40)
     drafted: int = setting(4, "tokens that a sequence drafts in a step", least=1)
     profile: bool = setting(False, "count the kernels of a step")
     tiny: bool = setting(False, "tiny shapes, on a CPU too", quick=True)
@@ -40,7 +33,7 @@ class Settings(Base):
 class Case:
     """A decode step: by `engine`, of a shape, of `rows` sequences of so many `tokens`, under a control."""
 
-    engine: Literal["decode", "generate", "torch"]
+    engine: Literal["decode", "torch"]
     shape: str
     rows: int
     tokens: int
@@ -60,7 +53,8 @@ def size(tokens: int) -> str:
 def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     """Return every case, those that tell most first."""
     if settings.tiny:
-        return _tiny(settings, with_torch)
+        tiny = {"shape": "small", "rows": 1, "tokens": 512}
+        return [Case(engine="decode", control=one, **tiny) for one in ("off", "certified")]
     found = []
     for rows, tokens in SIZES:
         controls = (*CONTROLS, SELF) if (rows, tokens) == SIZES[0] else CONTROLS
@@ -69,20 +63,6 @@ def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     if with_torch:
         found += [Case(engine="torch", shape=LLAMA, rows=rows, tokens=tokens) for rows, tokens in SIZES]
         found.append(Case(engine="torch", shape=SMOLLM, rows=1, tokens=2048))
-    if settings.model:
-        rows, tokens = PROMPTS
-        for engine in ("generate", "decode"):
-            found += [Case(engine=engine, shape=SMOLLM, rows=rows, tokens=tokens, control=one) for one in GENERATED]
-    return found
-
-
-def _tiny(settings: Settings, with_torch: bool) -> list[Case]:
-    tiny = {"shape": "small", "rows": 1, "tokens": 512}
-    found = [Case(engine="decode", control=one, **tiny) for one in ("off", "certified")]
-    if with_torch:
-        found.append(Case(engine="torch", **tiny))
-    if settings.model:
-        found.append(Case(engine="generate", **tiny | {"rows": 2, "tokens": 40}))
     return found
 
 

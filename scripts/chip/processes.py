@@ -10,7 +10,7 @@ from typing import Any
 from scripts.chip.cases import Case, Settings
 from scripts.chip.modelled import modelled
 
-BY = {"decode": "decoding", "generate": "generating", "torch": "torch_step"}
+BY = {"decode": "decoding", "torch": "torch_step"}
 
 
 def measured(settings: Settings, cases: Sequence[Case]) -> Generator[dict[str, Any]]:

@@ -3,9 +3,9 @@
 `decode` runs 16 steps in full depth at Llama-3-8B's shape with random bfloat16 weights, over pages of 64 tokens: every
 size under "off", Quest at an eighth of the blocks, and presets at tolerances by which 6 to 10% is read; one size with
 the model's own drafts; and one sequence of SmolLM-135M's shape. Beside them stand a plain step of torch in one CUDA
-graph, where torch is installed, and with --model the steps of `Model.generate` over windows of --text. A round is a
-call. --profile counts the kernels of a step. The modelled time is by bytes over 4.2 TB/s and launches times 2.5 us
-(`python -m scripts.chip.modelled` prints it without a GPU).
+graph, where torch is installed. A round is a call. --profile counts the kernels of a step. The modelled time is by
+bytes over 4.2 TB/s and launches times 2.5 us (`python -m scripts.chip.modelled` prints it without a GPU). Experiment
+`presets` times the tokens of a real model, with all that surrounds `decode`.
 
 There is a process for each size: weights are drawn once for all its controls, whose programs are compiled several at a
 time before the first is timed; and the pool of the next size finds memory in one piece. A case that fails, for want of

@@ -187,8 +187,9 @@ class TeacherForced:
         true = self.dense_log_probs[part] if part < len(self.dense_log_probs) else None
         following = self.rows[index, self.start + 1 :]
         found: list[Scores] = []
-        for begin, end in self._stretches(config):
-            if begin in self._points(config):
+        points = self._points(config)
+        for begin, end in itertools.pairwise(sorted({0, *points, self.measured[1]})):
+            if begin in points:
                 for slot in range(self.batch):
                     state, _ = bound.compress(state, slot)
             cut = slice(begin, end)
@@ -213,11 +214,6 @@ class TeacherForced:
             found.add(point - self.start)
             shift = point - room
         return found
-
-    def _stretches(self, config: DecoderConfig) -> list[tuple[int, int]]:
-        """The measured tokens in stretches between compressions."""
-        edges = sorted({0, *self._points(config), self.measured[1]})
-        return list(itertools.pairwise(edges))
 
     def _scan(
         self,

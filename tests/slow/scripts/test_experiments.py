@@ -125,13 +125,13 @@ peers = presets = every_round
 
 def chip(run):
     """Each case has its rounds; the median is shown with the least and the greatest."""
-    assert [group["labels"]["by"] for group in run["groups"]] == ["decode", "generate"]
-    for arm in (*run["groups"][0]["arms"].values(), *run["groups"][1]["arms"].values()):
+    [group] = run["groups"]
+    for arm in group["arms"].values():
         least, median, greatest = sorted(arm["rows"]["milliseconds"])
         shown = arm["figures"]["milliseconds"]
-        assert least == shown["low"] and 0 < median == shown["value"] and greatest == shown["high"]
+        assert 0 < least == shown["low"] and median == shown["value"] and greatest == shown["high"]
         assert 0 < arm["rows"]["share_read"] <= 1
-    assert run["groups"][0]["arms"]["certified"]["rows"]["tolerance"] > 0
+    assert group["arms"]["certified"]["rows"]["tolerance"] > 0
 
 
 def test_a_process_that_fails_says_why_last():
