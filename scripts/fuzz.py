@@ -198,11 +198,11 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         made(Path(name))
-        rows = iter([case(Path(name), args.seed, args.only)]) if args.only is not None else None
+        one = args.only is not None
         counts, failed = collections.Counter[str](), 0
-        for row in rows or run(Path(name), args.seed, args.cases):
+        for row in [case(Path(name), args.seed, args.only)] if one else run(Path(name), args.seed, args.cases):
             counts[row["outcome"]] += 1
-            if args.only is not None or row["outcome"] not in ("accepted", "refused"):
+            if one or row["outcome"] not in ("accepted", "refused"):
                 print(json.dumps(row), flush=True)
             failed += row["outcome"] not in ("accepted", "refused")
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))

@@ -1,7 +1,6 @@
 """What is measured: cases, in the order in which they are run, and the settings of a run."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from typing import Literal
 
@@ -42,12 +41,7 @@ class Case:
     @property
     def name(self) -> str:
         """How `--cases` knows it."""
-        return f"{self.engine} {self.shape} {self.rows}x{size(self.tokens)} {self.control}"
-
-
-def size(tokens: int) -> str:
-    """Return a number of tokens, in thousands where it is a whole number of them."""
-    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
+        return f"{self.engine} {self.shape} {self.rows}x{self.tokens} {self.control}"
 
 
 def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
@@ -76,8 +70,3 @@ def chosen(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
             names = ", ".join(case.name for case in cases)
             raise UsageError(f"--cases is {word!r}, which no case contains; the cases are {names}.")
     return [case for case in cases if not words or any(word in case.name for word in words)]
-
-
-def torch_installed() -> bool:
-    """Return whether there is a torch to compare with."""
-    return importlib.util.find_spec("torch") is not None

@@ -10,7 +10,6 @@ import gc
 import glob
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,7 +30,7 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import DecodeState
-from et_jax.models.params import Params, in_stacks
+from et_jax.models.params import in_stacks
 from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
 from et_jax.pallas.backend import pick
@@ -51,15 +50,14 @@ READ, WITHIN = (
 )  # the share of the blocks that is searched for, and by what part of it that may differ, if one can be had
 TRIED = 3  # steps under each tolerance, of which the last counts
 COMPILERS = 4  # at once
-Ran = tuple[DecodeState, Any, Any]
 
 
-def controller(name: str, share: float) -> Controller:
+def controller(name: str) -> Controller:
     """Return a way of choosing at a constant tolerance; Quest reads a share of the blocks."""
-    if name == "off":
+    if name in ("off", SELF):
         return preset("off")
     chosen = guarded(quest) if name == "quest" else preset(name, min_context=0)
-    tolerance = Constant(TOLERANCES.get(name, share))
+    tolerance = Constant(TOLERANCES.get(name, QUEST))
     return replace(chosen, law=chain(EmaEntropy(), FallClock(), tolerance, EntropyDrift()))
 
 
@@ -84,17 +82,9 @@ def configuration(case: Case, settings: Settings) -> DecoderConfig:
         backend=pick(jax.default_backend()),
         calibration=even_heads(model),
         stacked=stacked_on(jax.default_backend()),
-        controller=controller("off" if case.control == SELF else case.control, QUEST),
+        controller=controller(case.control),
         draft=Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None,
     )
-
-
-def weights_of(config: DecoderConfig, seed: int) -> Params:
-    """Return random weights as the decoder has them."""
-    weights = initialise(config.model, jax.random.key(seed), jnp.bfloat16)
-    if config.stacked:
-        weights = in_stacks(weights, config.model, lambda *each: jnp.stack(each)) or weights
-    return jax.block_until_ready(weights)
 
 
 def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
@@ -103,37 +93,39 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
     All programs are compiled before the first is timed, several at once: a compiler tries products on the chip.
     """
     configs = [configuration(case, settings) for case in cases]
-    weights = (weights_of(configs[0], settings.seed),)
+    model = configs[0].model
+    weights = initialise(model, jax.random.key(settings.seed), jnp.bfloat16)
+    if configs[0].stacked:
+        weights = in_stacks(weights, model, lambda *each: jnp.stack(each)) or weights
+    jax.block_until_ready(weights)
     gc.collect()
     with ThreadPoolExecutor(COMPILERS) as pool:
-        made = [pool.submit(Programs, case, config, weights) for case, config in zip(cases, configs, strict=True)]
-    for case, config, programs in zip(cases, configs, made, strict=True):
-        yield one(case, config, settings, programs.result())
+        made = [pool.submit(programs, case, config, (weights,)) for case, config in zip(cases, configs, strict=True)]
+    for case, config, compiled in zip(cases, configs, made, strict=True):
+        yield one(case, config, settings, *compiled.result())
         gc.collect()
 
 
-class Programs:
-    """The compiled programs of a case: `begin` makes its state, `decode` runs steps; and `seconds` of compiling."""
+def programs(case: Case, config: DecoderConfig, weights: Any) -> tuple[Callable[[], DecodeState], Callable[..., Any]]:
+    """Return the compiled programs of a case: one makes its state, the other runs steps."""
 
-    def __init__(self, case: Case, config: DecoderConfig, weights: Any) -> None:
-        def begun() -> DecodeState:
-            state = with_random_pages(config, filled(config, case.tokens), OUTSTANDING, LONGER)
-            return replace(state, active=jnp.arange(config.num_slots) < case.rows)
+    def begun() -> DecodeState:
+        state = with_random_pages(config, filled(config, case.tokens), OUTSTANDING, LONGER)
+        return replace(state, active=jnp.arange(config.num_slots) < case.rows)
 
-        began = time.perf_counter()
-        lowered = jax.jit(begun).lower()
-        decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
-        self.begin: Callable[[], DecodeState] = lowered.compile()
-        self.decode: Callable[..., Ran] = partial(decoding.compile(), weights)
-        self.seconds = round(time.perf_counter() - began, 2)
+    lowered = jax.jit(begun).lower()
+    decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
+    return lowered.compile(), partial(decoding.compile(), weights)
 
 
-def one(case: Case, config: DecoderConfig, settings: Settings, programs: Programs) -> dict[str, Any]:
+def one(
+    case: Case, config: DecoderConfig, settings: Settings, begin: Callable[[], DecodeState], decode: Callable[..., Any]
+) -> dict[str, Any]:
     """Return the figures of a case: the milliseconds of a step in each round, and what it read."""
-    held: list[Any] = [programs.begin(), None, 0]
+    held: list[Any] = [begin(), None, 0]
 
     def steps(count: int) -> Any:
-        held[:] = programs.decode(held[0], jnp.int32(count))
+        held[:] = decode(held[0], jnp.int32(count))
         return held[2]
 
     def share(first: int) -> float:
@@ -162,7 +154,6 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
     found |= {"milliseconds": rounds, "share_read": statistics.mean(shares)}
     if case.control == SELF:
         found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
-    found["seconds_compiling"] = programs.seconds
     if settings.profile and (counted := kernels(lambda count: jax.block_until_ready((steps(count), held[0])))):
         found["kernels"] = counted
     return found

@@ -23,26 +23,16 @@ from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
 from et_jax.models.params import abstract
 from scripts.aot.chips import KERNELS
-from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, cases_of, size
+from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, cases_of
 from scripts.chip.decoding import READ, configuration
 from scripts.measuring.results import table
 
 BYTES_A_SECOND = 4.2e12
 SECONDS_A_LAUNCH = 2.5e-6
 OUTSIDE = 150  # launches of a step outside the loop over layers: 87 in its own loop, and sums over layers beside
-PROGRAMS = {
-    "off": "llama3_8b, 32 layers",
-    "paper": "last masses",
-    "certified": "compressed",
-    "adaptive": "adaptive",
-}  # whose layers launch as many as those of a control
-
-
-def share_of(case: Case) -> float:
-    """Return the share of the blocks that a case is to read."""
-    if case.control in CHOOSING:
-        return READ
-    return QUEST if case.control == "quest" else 1.0
+# By control, the program whose layers launch as many kernels, and the share of the blocks that is read.
+PROGRAMS = {"off": "llama3_8b, 32 layers", "paper": "last masses", "certified": "compressed", "adaptive": "adaptive"}
+SHARES = {"quest": QUEST, **dict.fromkeys(CHOOSING, READ)}
 
 
 def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
@@ -57,7 +47,7 @@ def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
     state = jax.eval_shape(partial(empty, config))
     [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
     blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
-    read = (share_of(case) if share is None else share) * blocks
+    read = (SHARES.get(case.control, 1.0) if share is None else share) * blocks
     num_bytes = float(model.weights) + float(cost.cached_bytes(model, read, blocks if model.summary else 0))
     launches = config.model.num_layers * KERNELS[PROGRAMS[case.control]] + OUTSIDE
     milliseconds = 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
@@ -71,7 +61,7 @@ def shown(cases: list[Case]) -> str:
     for case in cases:
         if (found := modelled(case)) is not None:
             of_bytes = 1e3 * found["bytes"] / BYTES_A_SECOND
-            place = [case.shape, f"{case.rows} x {size(case.tokens)}", case.control, share_of(case)]
+            place = [case.shape, f"{case.rows} x {case.tokens}", case.control, SHARES.get(case.control, 1.0)]
             rows.append([*place, found["bytes"] / 1e9, of_bytes, found["launches"], found["milliseconds"]])
     return table(header, rows)
 

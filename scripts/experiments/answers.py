@@ -26,8 +26,6 @@ CONTROLS: dict[str, Controller] = {
     **{f"adaptive {tolerance:g}": preset("adaptive", tolerance=tolerance) for tolerance in (1e-4, 1e-3)},
     **{f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)},
 }
-
-
 SHARES = ("share_read", "share_bytes", "prompt_share_read")
 
 

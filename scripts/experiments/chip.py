@@ -7,34 +7,33 @@ graph, where torch is installed. A round is a call. --profile counts the kernels
 bytes over 4.2 TB/s and launches times 2.5 us (`python -m scripts.chip.modelled` prints it without a GPU). Experiment
 `presets` times the tokens of a real model, with all that surrounds `decode`.
 
-There is a process for each size: weights are drawn once for all its controls, whose programs are compiled several at a
-time before the first is timed; and the pool of the next size finds memory in one piece. A case that fails, for want of
-memory or otherwise, is missed and ends its process; the others go on in a new one. All takes about four minutes. A run
-that is ended before, such as by `timeout 240`, goes on where it was when it is started again.
+There is a process for each size: weights are drawn once for all its controls, and the pool of the next size finds
+memory in one piece. A case that fails, for want of memory or otherwise, is missed; those after it go on in another
+process. All takes about four minutes; started again, a run goes on where it was ended, as by `timeout 240`.
 """
 
+import importlib.util
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 from scripts.chip import processes
-from scripts.chip.cases import Case, Settings, cases_of, chosen, size, torch_installed
+from scripts.chip.cases import Case, Settings, cases_of, chosen
 from scripts.measuring.experiment import Figure, Group, Missed
 
 # This process only names the chip; its memory is for those that compute there.
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-Measure = Callable[[Settings, Sequence[Case]], Generator[dict[str, Any]]]
 
 
-def arms(settings: Settings, cases: list[Case], measured: Measure = processes.measured) -> dict[str, Any]:
+def arms(settings: Settings, cases: list[Case]) -> dict[str, Any]:
     """Return an arm for each case of one process; those after one that failed get another process."""
     running: list[Generator[dict[str, Any]]] = []
 
     def arm(number: int) -> dict[str, Any]:
         if not running:
-            running.append(measured(settings, cases[number:]))
+            running.append(processes.measured(settings, cases[number:]))
         found = next(running[0])
         if "error" in found or number == len(cases) - 1:
             running.pop().close()  # whose memory the next one needs
@@ -47,11 +46,12 @@ def arms(settings: Settings, cases: list[Case], measured: Measure = processes.me
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each size of each engine."""
-    cases = chosen(cases_of(settings, torch_installed()), settings.cases)
+    with_torch = importlib.util.find_spec("torch") is not None
+    cases = chosen(cases_of(settings, with_torch), settings.cases)
     for (engine, shape, rows, tokens), each in groupby(
         cases, lambda one: (one.engine, one.shape, one.rows, one.tokens)
     ):
-        labels = {"by": engine, "shape": shape, "sequences x tokens": f"{rows} x {size(tokens)}"}
+        labels = {"by": engine, "shape": shape, "sequences x tokens": f"{rows} x {tokens}"}
         yield Group(labels=labels, arms=arms(settings, list(each)), baseline="off", timed=True)
 
 

@@ -51,12 +51,8 @@ class Settings(Base):
 def under(schema: Mapping[str, Any] | None, number: int, seed: int, tokens: int) -> list[GenerationRequest]:
     """Return requests under a schema, or without one; seeds count up."""
     given = {"ignore_eos": True} if schema is None else {"json_schema": json.dumps(schema)}
-    return [
-        GenerationRequest(
-            prompt=OPENINGS[one % len(OPENINGS)], params=SamplingParams(max_tokens=tokens, seed=seed + one, **given)
-        )
-        for one in range(number)
-    ]
+    params = [SamplingParams(max_tokens=tokens, seed=seed + one, **given) for one in range(number)]
+    return [GenerationRequest(prompt=OPENINGS[one % len(OPENINGS)], params=each) for one, each in enumerate(params)]
 
 
 def matched(model: Model, request: GenerationRequest, tokens: Sequence[int]) -> tuple[float, int]:

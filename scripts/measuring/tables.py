@@ -98,14 +98,12 @@ def _compared(kind: str, found: Mapping[str, Any] | None) -> str | None:
 
 def origin(name: str, run: Mapping[str, Any]) -> str:
     """Return the line that says where figures come from."""
-    place, settings = run["machine"], ", ".join(f"{key} {_words(one)}" for key, one in run["settings"].items())
+    place = run["machine"]
+    words = {key: " ".join(map(str, one)) if isinstance(one, list) else one for key, one in run["settings"].items()}
+    settings = ", ".join(f"{key} {one}" for key, one in words.items())
     cpu = f"{place['processor']}, {place['cores']} cores"
     where = cpu if place["device"] == "cpu" else place["device"]
     return f"`python -m scripts.measure {name}` on {where}, jax {place['jax']} ({settings})."
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:

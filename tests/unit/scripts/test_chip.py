@@ -20,10 +20,10 @@ def test_every_size_and_control_is_a_case_of_its_own():
     plain, all_ = cases.cases_of(Settings(), False), cases.cases_of(Settings(), True)
     assert len(set(names(all_))) == len(all_) and set(names(plain)) < set(names(all_))
     assert len(plain) == 4 * 5 + 2 and len(all_) == len(plain) + 5
-    assert names(cases.chosen(all_, ["8x32k off", "torch smollm"])) == [
-        "decode llama-3-8b 8x32k off",
-        "torch llama-3-8b 8x32k off",
-        "torch smollm-135m 1x2k off",
+    assert names(cases.chosen(all_, ["8x32768 off", "torch smollm"])) == [
+        "decode llama-3-8b 8x32768 off",
+        "torch llama-3-8b 8x32768 off",
+        "torch smollm-135m 1x2048 off",
     ]
     with pytest.raises(UsageError, match="9x9"):
         cases.chosen(all_, ["9x9"])
@@ -40,10 +40,11 @@ class Processes:
         yield from self.found.pop(0)
 
 
-def test_a_case_that_fails_is_missed_and_those_after_it_run_in_another_process():
+def test_a_case_that_fails_is_missed_and_those_after_it_run_in_another_process(monkeypatch):
     some = [Case(engine="decode", shape="small", rows=1, tokens=64, control=one) for one in ("off", "quest", "paper")]
     started = Processes([ROW, {"error": "out of memory"}], [ROW])
-    arms = chip.arms(Settings(), some, started)
+    monkeypatch.setattr(chip.processes, "measured", started)
+    arms = chip.arms(Settings(), some)
     assert arms["off"]() == ROW
     with pytest.raises(Missed, match="out of memory"):
         arms["quest"]()
@@ -51,7 +52,7 @@ def test_a_case_that_fails_is_missed_and_those_after_it_run_in_another_process()
 
 
 def test_modelled_times_are_those_of_bytes_and_launches():
-    [case] = cases.chosen(cases.cases_of(Settings(), False), ["decode llama-3-8b 8x32k off"])
+    [case] = cases.chosen(cases.cases_of(Settings(), False), ["decode llama-3-8b 8x32768 off"])
     found = modelled(case)
     assert found is not None
     weights, keys = 16.06e9, 8 * 32_768 * 8 * 2 * 128 * 2 * 32
