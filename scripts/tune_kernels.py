@@ -29,9 +29,8 @@ from et_jax.pallas.backend import NAMES, pick
 from scripts.measuring.results import REPOSITORY, machine
 from scripts.measuring.timing import Round, in_turns, seconds
 
-FOLDERS = {name: name for name in ("paged_attention", "paged_prefill", "block_scores")} | {
-    "code_scores": "block_scores"
-}
+_OPS = ("paged_attention", "paged_prefill", "block_scores")
+FOLDERS = {name: name for name in _OPS} | {"code_scores": "block_scores"}
 NOISE = 0.05  # settings must beat the rule by this share of its time
 LEAST_SECONDS = 0.02  # of a timed run, so that the cost of a launch does not count
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

@@ -9,7 +9,7 @@ bytes over 4.2 TB/s and launches times 2.5 us (`python -m scripts.chip.modelled`
 
 There is a process for each size: weights are drawn once for all its controls, and the pool of the next size finds
 memory in one piece. A case that fails, for want of memory or otherwise, is missed; those after it go on in another
-process. All takes about four minutes; started again, a run goes on where it was ended, as by `timeout 240`.
+process. All takes about four minutes. Started again, a run goes on where it was ended, and tries again what failed.
 """
 
 import importlib.util
@@ -17,6 +17,7 @@ import os
 from collections.abc import Generator, Iterator
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from scripts.chip import processes
@@ -28,15 +29,20 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
 def arms(settings: Settings, cases: list[Case]) -> dict[str, Any]:
-    """Return an arm for each case of one process; those after one that failed get another process."""
-    running: list[Generator[dict[str, Any]]] = []
+    """Return an arm for each case of one process; those after one that failed, or was left out, get another process."""
+    running: Generator[dict[str, Any]] | None = None
+    upcoming = 0
 
     def arm(number: int) -> dict[str, Any]:
-        if not running:
-            running.append(processes.measured(settings, cases[number:]))
-        found = next(running[0])
-        if "error" in found or number == len(cases) - 1:
-            running.pop().close()  # whose memory the next one needs
+        nonlocal running, upcoming
+        if running is not None and number != upcoming:
+            running.close()
+            running = None
+        running = running or processes.measured(settings, cases[number:])
+        found, upcoming = next(running), number + 1
+        if "error" in found or upcoming == len(cases):
+            running.close()  # whose memory the next one needs
+            running = None
         if "error" in found:
             raise Missed(found["error"])
         return found
@@ -46,11 +52,8 @@ def arms(settings: Settings, cases: list[Case]) -> dict[str, Any]:
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each size of each engine."""
-    with_torch = importlib.util.find_spec("torch") is not None
-    cases = chosen(cases_of(settings, with_torch), settings.cases)
-    for (engine, shape, rows, tokens), each in groupby(
-        cases, lambda one: (one.engine, one.shape, one.rows, one.tokens)
-    ):
+    cases = chosen(cases_of(settings, importlib.util.find_spec("torch") is not None), settings.cases)
+    for (engine, shape, rows, tokens), each in groupby(cases, attrgetter("engine", "shape", "rows", "tokens")):
         labels = {"by": engine, "shape": shape, "sequences x tokens": f"{rows} x {tokens}"}
         yield Group(labels=labels, arms=arms(settings, list(each)), baseline="off", timed=True)
 

@@ -60,7 +60,6 @@ def groups(settings: Settings) -> Iterator[Group]:
         "entropy now, less where high": factors(now, -settings.spread),
         "attention entropy, more where high": factors(everything.attention_entropy, settings.spread),
     }
-
     near: dict[float, float] = {}  # by share, the tolerance of the baseline
 
     def arm(name: str, share: float) -> dict[str, Any]:

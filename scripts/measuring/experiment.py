@@ -46,7 +46,7 @@ class Group:
     """Arms on the same rows, under `labels` that tell the group from others. `baseline` is one of the arms, or None.
 
     With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row. Of arms that are
-    `timed` by themselves each row is a round too.
+    `timed` by themselves each row is a round too; those that were missed are tried again.
     """
 
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)

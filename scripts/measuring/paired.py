@@ -2,19 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
 from scripts.measuring.experiment import Missed
 
-T = TypeVar("T")
-
 RESAMPLES = 10_000
 
 
-def matched(
+def matched[T](
     run: Callable[[float], tuple[float, T]],
     wanted: float,
     least: float,
@@ -53,7 +50,7 @@ def matched(
     raise Missed(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
 
 
-def at_budget(
+def at_budget[T](
     run: Callable[[float, bool], T],
     figure: str,
     wanted: float,

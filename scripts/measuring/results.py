@@ -25,8 +25,8 @@ def machine() -> dict[str, Any]:
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

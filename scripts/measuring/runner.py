@@ -120,7 +120,8 @@ def run(
     record = Record(path, name, experiment, provenance(settings))
     for group in experiment.groups(settings):
         kept = record.group(group.labels, group.baseline)
-        missing = {arm: given for arm, given in group.arms.items() if arm not in kept["arms"]}
+        done = {arm for arm, found in kept["arms"].items() if not (group.timed and "missed" in found)}
+        missing = {arm: given for arm, given in group.arms.items() if arm not in done}
         if not missing:
             continue
         # ratios are taken round by round, so arms that are timed are timed together

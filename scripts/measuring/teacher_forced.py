@@ -171,10 +171,8 @@ class TeacherForced:
         """The scores of the rows of one part."""
         key = jax.tree.structure(config.controller), config.compression, keep, tuple(given)
         if key not in self._programs:
-            self._programs[key] = (
-                decoder(config),
-                jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1),
-            )
+            scan = jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1)
+            self._programs[key] = decoder(config), scan
         bound, scan = self._programs[key]
         reading = part, config.keeps, config.compression, config.by_mass_of
         if reading not in self._started:

@@ -29,6 +29,9 @@ def test_every_size_and_control_is_a_case_of_its_own():
         cases.chosen(all_, ["9x9"])
 
 
+SOME = [Case(engine="decode", shape="small", rows=1, tokens=64, control=one) for one in ("off", "quest", "paper")]
+
+
 class Processes:
     """Processes of which each finds what is written for it."""
 
@@ -41,14 +44,21 @@ class Processes:
 
 
 def test_a_case_that_fails_is_missed_and_those_after_it_run_in_another_process(monkeypatch):
-    some = [Case(engine="decode", shape="small", rows=1, tokens=64, control=one) for one in ("off", "quest", "paper")]
     started = Processes([ROW, {"error": "out of memory"}], [ROW])
     monkeypatch.setattr(chip.processes, "measured", started)
-    arms = chip.arms(Settings(), some)
+    arms = chip.arms(Settings(), SOME)
     assert arms["off"]() == ROW
     with pytest.raises(Missed, match="out of memory"):
         arms["quest"]()
     assert arms["paper"]() == ROW and started.asked == [["off", "quest", "paper"], ["paper"]]
+
+
+def test_a_case_that_is_left_out_gives_its_figures_to_no_other(monkeypatch):
+    started = Processes([ROW, {}, {}], [ROW | {"share_read": 0.1}])
+    monkeypatch.setattr(chip.processes, "measured", started)
+    arms = chip.arms(Settings(), SOME)
+    assert arms["off"]() == ROW and arms["paper"]()["share_read"] == 0.1
+    assert started.asked == [["off", "quest", "paper"], ["paper"]]
 
 
 def test_modelled_times_are_those_of_bytes_and_launches():

@@ -1,5 +1,6 @@
 """The runner of experiments on arms whose figures are known: pairing, resuming, provenance, refusals, tables."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -86,6 +87,20 @@ def test_an_arm_in_the_file_is_not_measured_again(plain, text, tmp_path, calls):
         for arm in found["groups"][0]["arms"].values():
             arm.pop("seconds")
     assert again["groups"][0]["arms"] == first["groups"][0]["arms"]
+
+
+def test_an_arm_that_is_timed_by_itself_is_tried_again_after_it_failed(plain, text, tmp_path, calls):
+    """Its rows are rounds: their median is shown."""
+
+    def groups(settings):
+        for group in plain.groups(settings):
+            yield dataclasses.replace(group, timed=True)
+
+    timed = dataclasses.replace(plain, groups=groups)
+    for _ in range(2):
+        arms = run(timed, tmp_path / "timed.json", text)["groups"][0]["arms"]
+    assert (calls["dense"], calls["never"]) == (1, 2)
+    assert arms["dense"]["figures"]["loss"] == {"value": 1.5, "low": 1.0, "high": 4.0}
 
 
 def test_the_file_has_every_arm_that_was_measured_before_an_error(plain, text, tmp_path, monkeypatch):
