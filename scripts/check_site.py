@@ -63,8 +63,8 @@ def faults(site: Path) -> list[str]:
             if wrong:
                 found.append(f"{path.relative_to(site)}: {wrong}")
     for path in sorted([*pages, *site.rglob("*.css")]):
-        for link in STYLED.findall(path.read_text(encoding="utf-8")):
-            found.append(f"{path.relative_to(site)}: loads {link} from a network")
+        links = STYLED.findall(path.read_text(encoding="utf-8"))
+        found += [f"{path.relative_to(site)}: loads {link} from a network" for link in links]
     return found
 
 

@@ -8,20 +8,21 @@ alone. Worker processes run the cases, each within 10 seconds and 4 GB; `--only`
 case is accepted, refused, or a failure; the exit code is 1 where there are failures.
 """
 
+import argparse
 import collections
 import dataclasses
 import json
+import multiprocessing
+import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from subprocess import DEVNULL, PIPE
 from typing import Any
 
 import jax
@@ -33,10 +34,7 @@ from et_jax.errors import UsageError
 from et_jax.models import checkpoint
 from et_jax.models.config import ExpertConfig
 from et_jax.serve import engine
-from scripts.measuring import arguments
-from scripts.measuring.random_folder import random_folder
-from scripts.measuring.results import REPOSITORY
-from scripts.measuring.shapes import SMALL
+from scripts.measuring.shapes import SMALL, random_folder
 from scripts.peers.gguf_file import write_gguf
 
 SECONDS, STARTING, MEMORY = 10.0, 300.0, 4 * 2**30  # limits of a case; of imports; of a worker's new memory
@@ -159,55 +157,52 @@ def case(folder: Path, seed: int, number: int) -> dict[str, Any]:
     return found
 
 
-def work(folder: Path, seed: int, first: int, last: int) -> None:
-    """Run cases in this process, and print a line of each."""
+def work(folder: Path, seed: int, numbers: range, results: Connection) -> None:
+    """Run cases in this process, which prints nothing, and send what came of each."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    print("ready", flush=True)
-    for number in range(first, last):
-        print(json.dumps(case(folder, seed, number)), flush=True)
+    results.send(None)
+    for number in numbers:
+        results.send(case(folder, seed, number))
 
 
 def run(folder: Path, seed: int, count: int) -> Iterator[dict[str, Any]]:
     """Yield what came of each case; a worker that ends or takes too long has failed at its case."""
-    number = 0
+    context, number = multiprocessing.get_context("spawn"), 0
     while number < count:
-        command = [sys.executable, "-m", "scripts.fuzz", "--worker", str(folder), str(seed), str(number), str(count)]
-        with subprocess.Popen(command, cwd=REPOSITORY, stdout=PIPE, stderr=DEVNULL, text=True) as process:
-            assert process.stdout is not None
-            limit = STARTING
-            while number < count:
-                timer = threading.Timer(limit, process.kill)
-                timer.start()
-                line = process.stdout.readline()
-                timer.cancel()
-                if line != "ready\n":
-                    ended = {"number": number, "outcome": "hang or crash", "detail": ""}
-                    yield json.loads(line) if line else ended
-                    number += 1
-                if not line:
-                    break
-                limit = SECONDS
-            process.kill()
+        results, end = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(folder, seed, range(number, count), end), daemon=True)
+        process.start()
+        end.close()
+        try:
+            started = results.poll(STARTING) and results.recv() is None
+            while started and number < count and results.poll(SECONDS):
+                yield results.recv()
+                number += 1
+        except EOFError:
+            pass
+        process.kill()
+        if number < count:
+            yield {"number": number, "outcome": "hang or crash", "detail": ""}
+            number += 1
 
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    if sys.argv[1:2] == ["--worker"]:
-        work(Path(sys.argv[2]), *map(int, sys.argv[3:]))
-        return 0
-    parser = arguments.parser(__doc__)
-    parser.add_argument("--cases", type=arguments.count(), default=2000, help="how many (2000)")
-    parser.add_argument("--seed", type=arguments.count(0), default=0)
-    parser.add_argument("--only", metavar="NUMBER", type=arguments.count(0), help="one case, in this process")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=2000, help="how many (2000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", metavar="NUMBER", type=int, help="one case, in this process")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         made(Path(name))
-        rows = iter([case(Path(name), args.seed, args.only)]) if args.only is not None else None
+        one = args.only is not None
         counts, failed = collections.Counter[str](), 0
-        for row in rows or run(Path(name), args.seed, args.cases):
+        for row in [case(Path(name), args.seed, args.only)] if one else run(Path(name), args.seed, args.cases):
             counts[row["outcome"]] += 1
-            if args.only is not None or row["outcome"] not in ("accepted", "refused"):
+            if one or row["outcome"] not in ("accepted", "refused"):
                 print(json.dumps(row), flush=True)
             failed += row["outcome"] not in ("accepted", "refused")
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))

@@ -16,30 +16,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from scripts.chip import report
-from scripts.measuring import plots, tables
-from scripts.measuring.experiment import Experiment, add_flags, load_experiment, names, settings_of
+from scripts.measuring import tables
+from scripts.measuring.experiment import add_flags, load_experiment, names, settings_of
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.runner import run, runs_of
 
 RESULTS = REPOSITORY / "benchmarks/results/experiments"
 
 
-def parser_of(name: str, experiment: Experiment) -> argparse.ArgumentParser:
-    """Return the parser of an experiment: its settings, and what all have."""
-    made = argparse.ArgumentParser(
-        prog=f"python -m scripts.measure {name}", description=experiment.question, allow_abbrev=False
-    )
-    add_flags(made, experiment.settings)
-    made.add_argument("--quick", action="store_true", help="in seconds: too small to learn from")
-    made.add_argument("--output", type=Path, help="the JSON file (default benchmarks/results/experiments)")
-    return made
-
-
 def measure(name: str, arguments: Sequence[str]) -> None:
     """Run an experiment by name with its flags, and print its table."""
     experiment = load_experiment(name)
-    given = vars(parser_of(name, experiment).parse_args(arguments))
+    parser = argparse.ArgumentParser(
+        prog=f"python -m scripts.measure {name}", description=experiment.question, allow_abbrev=False
+    )
+    add_flags(parser, experiment.settings)
+    parser.add_argument("--quick", action="store_true", help="in seconds: too small to learn from")
+    parser.add_argument("--output", type=Path, help="the JSON file (default benchmarks/results/experiments)")
+    given = vars(parser.parse_args(arguments))
     quick, output = given.pop("quick"), given.pop("output")
     settings = settings_of(experiment, given, quick)
     path = output or (None if quick else RESULTS / f"{name}.json")
@@ -48,16 +42,15 @@ def measure(name: str, arguments: Sequence[str]) -> None:
 
 
 def write_tables() -> None:
-    """Write the table of every experiment that has results and a document, and that of `scripts.bench_chip`."""
+    """Write the table of every experiment that has results."""
     for name in names():
         experiment, path = load_experiment(name), RESULTS / f"{name}.json"
-        if experiment.document is not None and (runs := runs_of(path)):
-            tables.insert(tables.DOCS / experiment.document, name, tables.illustrated(name, experiment, runs))
-            for run, place in tables.pictures(name, experiment, runs):
-                plots.draw(experiment, run, tables.DOCS / place)
-            print(f"{name}: docs/{experiment.document}")
-    if report.write():
-        print("bench_chip: docs/evidence.md")
+        if runs := runs_of(path):
+            tables.insert(tables.DOCUMENT, name, tables.illustrated(name, experiment, runs))
+            for one in runs:
+                if place := tables.picture(name, experiment, one):
+                    tables.draw(experiment, one, tables.DOCS / place)
+            print(f"{name}: {tables.DOCUMENT}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

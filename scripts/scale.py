@@ -37,11 +37,6 @@ class Slice:
     hop: float
     ring: bool = True
 
-    @property
-    def name(self) -> str:
-        """As users name it."""
-        return f"{self.size} {self.kind}"
-
     def collective(self, sent: float) -> float:
         """Return the seconds of a collective in which each chip sends so many bytes."""
         hops = self.size - 1 if self.ring else 1
@@ -84,7 +79,7 @@ def row(name: str, model: ModelConfig, quantize: str | None, over: Slice) -> lis
     flops = 2 * BATCH * num_multiplied(model) / over.size
     rate = BATCH / seconds
     return [
-        *(name, over.name, f"{weights / 1e9:.2f}", f"{pages / 1e9:.2f}", f"{flops / 1e9:.0f}"),
+        *(name, f"{over.size} {over.kind}", f"{weights / 1e9:.2f}", f"{pages / 1e9:.2f}", f"{flops / 1e9:.0f}"),
         *(f"{talking * 1e3:.2f}", f"{seconds * 1e3:.1f}", f"{rate:.0f}", f"{rate / over.size:.0f}"),
     ]
 

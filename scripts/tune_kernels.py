@@ -8,6 +8,7 @@ time is recorded in `et_jax/pallas/tuned/<device kind>.json` if it beats the rul
 longer does is removed. The figures go to `benchmarks/results/tuning-<device kind>.json`.
 """
 
+import argparse
 import dataclasses
 import importlib
 import inspect
@@ -25,13 +26,11 @@ from jax import lax
 from et_jax.io.files import replace_file
 from et_jax.pallas import tuned
 from et_jax.pallas.backend import NAMES, pick
-from scripts.measuring import arguments
-from scripts.measuring.results import RESULTS, write
+from scripts.measuring.results import REPOSITORY, machine
 from scripts.measuring.timing import Round, in_turns, seconds
 
-FOLDERS = {name: name for name in ("paged_attention", "paged_prefill", "block_scores")} | {
-    "code_scores": "block_scores"
-}
+_OPS = ("paged_attention", "paged_prefill", "block_scores")
+FOLDERS = {name: name for name in _OPS} | {"code_scores": "block_scores"}
 NOISE = 0.05  # settings must beat the rule by this share of its time
 LEAST_SECONDS = 0.02  # of a timed run, so that the cost of a launch does not count
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -144,11 +143,11 @@ def record(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = arguments.parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", choices=FOLDERS, action="append", help="an op, or several; all by default")
     parser.add_argument("--backend", choices=NAMES, help="by default the best for this device")
     parser.add_argument("--shape", action="append", default=[], help="a name, or several; by default the large ones")
-    parser.add_argument("--rounds", type=arguments.count(), default=15)
+    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     backend, results = args.backend or pick(), []
     for op in args.op or FOLDERS:
@@ -159,7 +158,8 @@ def main() -> None:
     record(results)
     kind = jax.devices()[0].device_kind.lower().replace(" ", "-")
     settings = {"backend": backend, "rounds": args.rounds}
-    write(RESULTS / f"tuning-{kind}.json", "scripts/tune_kernels.py", settings, results=results)
+    content = {"script": "scripts/tune_kernels.py", "machine": machine(), "settings": settings, "results": results}
+    replace_file(REPOSITORY / f"benchmarks/results/tuning-{kind}.json", json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from et_jax.models.config import ClampedSwish, ExpertConfig
+
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -125,20 +127,20 @@ OLMO2_7B = {
 QWEN3_30B_A3B = {
     **QWEN3_8B,
     **{"architecture": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_kv_heads": 4},
-    "experts": {"num_experts": 128, "num_per_token": 8, "width": 768, "normalised": True},
+    "experts": ExpertConfig(num_experts=128, num_per_token=8, width=768, normalised=True, layers=()),
 }
 LLAMA3_70B = {**LLAMA3_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_heads": 64}
 MIXTRAL_8X7B = {
     **LLAMA3_8B,
     **{"architecture": "mixtral", "vocab_size": 32000},
-    "experts": {"num_experts": 8, "num_per_token": 2, "width": 14336, "normalised": True},
+    "experts": ExpertConfig(num_experts=8, num_per_token=2, width=14336, normalised=True, layers=()),
 }
-_CLAMPED_EXPERTS = {"num_experts": 32, "num_per_token": 4, "width": 2880, "normalised": True, "biases": True}
-_CLAMPED_EXPERTS |= {"clamped": {"alpha": 1.702, "limit": 7.0}}
+_CLAMPED = {"biases": True, "activation": ClampedSwish(alpha=1.702, limit=7.0)}
 GPT_OSS_20B = {
     **{"architecture": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
     **{"num_heads": 64, "num_kv_heads": 8, "head_dim": 64, "windows": (128, None) * 12},
-    **{"qkv_bias": True, "o_bias": True, "sinks": True, "experts": _CLAMPED_EXPERTS},
+    **{"qkv_bias": True, "o_bias": True, "sinks": True},
+    "experts": ExpertConfig(num_experts=32, num_per_token=4, width=2880, normalised=True, layers=(), **_CLAMPED),
 }
 
 V5E, V6E, HOPPER = (chip.name for chip in CHIPS)

@@ -23,7 +23,7 @@ from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.prefill import prefill
 from et_jax.decode.state import empty
 from et_jax.models.calibration import Calibration
-from et_jax.models.config import ClampedSwish, ExpertConfig, ModelConfig
+from et_jax.models.config import ModelConfig
 from et_jax.models.params import Params, abstract
 from et_jax.models.sharding import with_copies
 from et_jax.models.stacks import stacked_on, stacks_of
@@ -70,19 +70,16 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
 
 def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | None = None) -> DecoderConfig:
     """Return the configuration of a decoder for a chip, or for several that its model is split over."""
-    model, *others = (
-        ModelConfig(
-            num_layers=decoding.num_layers,
-            max_positions=decoding.max_length,
-            norm_eps=1e-5,
-            rope_theta=500000.0,
-            **{"architecture": "llama", "windows": (None,) * decoding.num_layers}
-            | shape
-            | _mixture(shape, decoding.num_layers),
-        )
-        for shape in (decoding.model, decoding.small)
-        if shape is not None
-    )
+    layers = decoding.num_layers
+
+    def shaped(shape: dict[str, Any]) -> ModelConfig:
+        own = {"architecture": "llama", "windows": (None,) * layers} | shape
+        if "experts" in own:
+            own["experts"] = dataclasses.replace(own["experts"], layers=(True,) * layers)
+        sizes = {"num_layers": layers, "max_positions": decoding.max_length}
+        return ModelConfig(norm_eps=1e-5, rope_theta=500000.0, **sizes | own)
+
+    model, *others = (shaped(shape) for shape in (decoding.model, decoding.small) if shape is not None)
     model = model if mesh is None else with_copies(model, mesh.size)
     controller, budget = preset(decoding.control), decoding.cache_budget
     part = PART if controller.budget is None else controller.budget.segment
@@ -113,15 +110,6 @@ def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | No
 def _drawn(*shape: int) -> np.ndarray:
     """Numbers that differ, as measured ones do: XLA fills an array of equal numbers in every layer."""
     return np.random.default_rng(0).random(shape, np.float32)
-
-
-def _mixture(shape: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the experts of a model's shape, in every layer, where it has some."""
-    if (given := shape.get("experts")) is None:
-        return {}
-    clamped = {"activation": ClampedSwish(**given["clamped"])} if "clamped" in given else {}
-    settings = {name: value for name, value in given.items() if name != "clamped"} | clamped
-    return {"experts": ExpertConfig(layers=(True,) * num_layers, **settings)}
 
 
 def served(config: DecoderConfig, backend: str) -> str:

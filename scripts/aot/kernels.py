@@ -25,10 +25,7 @@ from et_jax.softmax import Softmax
 SHARE = 0.01  # of the pool, which temporaries must stay under
 PARTS = 0.016  # the same on Hopper, in decode for every eight queries that share a head: what the parts of lists end in
 LOADS = ((64, 32768), (8, 131072))  # slots, tokens each
-SCORES = {
-    "block_scores": ("llama3_8b", "bundled"),
-    "code_scores": ("llama3_8b",),
-}  # slices compile those of one head
+SCORES = {"block_scores": ("llama3_8b", "bundled"), "code_scores": ("llama3_8b",)}  # slices compile those of one head
 CHUNK = 512
 DECODING = ("attention", "rows")  # the kernels of a decode step
 ROWS = 5  # of a slot: its newest token and four drafted ones

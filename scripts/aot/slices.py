@@ -21,16 +21,7 @@ from et_jax.models.params import abstract
 from et_jax.models.sharding import AXIS, shardings, weight_specs
 from et_jax.models.weights import num_bytes
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slice:
-    """Chips that hold a model together, and the bytes of memory that each of them has."""
-
-    chip: Chip
-    memory: float
-
-
-MEMORY = {"v5e": 16e9, "v6e": 32e9}
+MEMORY = {"v5e": 16e9, "v6e": 32e9}  # bytes of a chip
 _SIZES: dict[str, Any] = {"num_slots": 16, "max_length": 8192, "prefill_batch": 512, "functions": BOTH}
 MIXTRAL = Decoding(name="mixtral_8x7b, 32 layers", model=MIXTRAL_8X7B, num_layers=32, **_SIZES)
 MIXTRAL_INT8 = dataclasses.replace(MIXTRAL, name="mixtral_8x7b, int8, 32 layers", quantize="int8")
@@ -59,12 +50,12 @@ def slice_programs() -> list[Program]:
     found = []
     for case in (*USUAL, *SELDOM):
         kind, shape, decoding = case
-        one = Slice(chip=tpu(f"{kind} {shape}", f"{kind}:{shape}"), memory=MEMORY[kind])
+        chip = tpu(f"{kind} {shape}", f"{kind}:{shape}")
         found += [
             Program(
-                name=f"{decoding.name} {function} ({one.chip.backend})",
-                chip=one.chip.name,
-                build=partial(slice_program, decoding, one, function),
+                name=f"{decoding.name} {function} ({chip.backend})",
+                chip=chip.name,
+                build=partial(slice_program, decoding, chip, MEMORY[kind], function),
                 usual=case in USUAL,
             )
             for function in decoding.functions
@@ -72,15 +63,14 @@ def slice_programs() -> list[Program]:
     return found
 
 
-def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
-    """Return one function of a decoder whose model is split over a slice, on shapes that lie there.
+def slice_program(decoding: Decoding, chip: Chip, memory: float, function: str) -> Lowering:
+    """Return one function of a decoder whose model is split over a slice of chips, on shapes that lie there.
 
     Its sizes are those of one chip.
     """
-    mesh = Mesh(np.array(topologies.get_topology_desc(**one.chip.topology).devices), (AXIS,))
-    backend = one.chip.backend
-    assert backend is not None
-    config = decoder_config(decoding, one.chip, backend, mesh)
+    mesh = Mesh(np.array(topologies.get_topology_desc(**chip.topology).devices), (AXIS,))
+    assert chip.backend is not None
+    config = decoder_config(decoding, chip, chip.backend, mesh)
     everywhere = shardings(mesh, PartitionSpec())
 
     def put(leaf: Any, sharding: Any = everywhere) -> Any:
@@ -104,7 +94,7 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
             return program.lower(*arguments)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        kernels = served(config, backend)
+        kernels = served(config, chip.backend)
     return Lowering(
         lower=lower,
         pool_bytes=pages,
@@ -112,6 +102,6 @@ def slice_program(decoding: Decoding, one: Slice, function: str) -> Lowering:
         temporary_bound=TEMPORARY_SHARE * pages / config.model.num_layers,
         in_place=True,
         on_chip=f"{kernels}; {num_bytes(own_weights) / 1e9:.2f} GB of weights, {num_bytes(cache) / 1e9:.2f} of cache",
-        memory=one.memory,
+        memory=memory,
         collectives=(f"{gathers} all-gather, " if gathers else "") + COLLECTIVES,
     )

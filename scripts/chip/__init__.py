@@ -1,8 +1,7 @@
-"""Whole decode steps on one chip, as `scripts/bench_chip.py` measures them.
+"""Decode steps on one chip, as `scripts/experiments/chip.py` measures them.
 
-    bench_chip -> processes, record, report
-    worker (a process of its own) -> decoding, generating, torch_step
+    processes (a process of its own) -> decoding, torch_step, modelled
 
-`cases` says what is measured, `modelled` what it would take by bytes and launches alone. Only a worker touches the
-chip.
+`cases` says what is measured, `modelled` what it would take by bytes and launches alone. Only these processes compute
+on the chip.
 """

@@ -1,47 +1,38 @@
 """What is measured: cases, in the order in which they are run, and the settings of a run."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
-from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
 from et_jax.errors import UsageError
 from scripts.measuring.experiment import Base, setting
-from scripts.measuring.results import REPOSITORY
 
 PAGE_SIZE = 64
-ROOM = 128  # tokens of a sequence beyond its context: those of warm-ups, rounds and profiles
+ROOM = 192  # tokens of a sequence beyond its context: those of warm-ups, rounds and profiles
 CHOOSING = ("paper", "certified", "adaptive")  # presets that choose blocks by a tolerance
 CONTROLS = ("off", "quest", *CHOOSING)
 QUEST = 1 / 8  # of the blocks
 SELF = "self-drafts"
 LLAMA, SMOLLM = "llama-3-8b", "smollm-135m"
 SIZES = ((8, 32_768), (4, 32_768), (1, 32_768), (16, 8192))  # sequences, tokens of each
-PROMPTS = (4, 7600)
-GENERATED = ("off", "paper", "certified")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Base):
-    """Settings of a run, as its provenance tells them."""
+    """Flags of the experiment."""
 
-    model: str = setting("", "a folder of SmolLM2-135M-Instruct, or a model's name", kind="model")
-    text: Path = setting(REPOSITORY / "README.md", "of which prompts are cut", kind="text")  # noqa: RUF009
-    steps: int = setting(16, "steps of a call", least=1)
+    cases: tuple[str, ...] = setting((), "those whose names contain one of these texts, else all")
+    steps: int = setting(16, "steps of a call", least=3, quick=4)
     rounds: int = setting(3, "calls that are timed", least=3)
-    tokens: int = setting(130, "tokens that the model writes, the first two of which are not timed", least=3)
     drafted: int = setting(4, "tokens that a sequence drafts in a step", least=1)
     profile: bool = setting(False, "count the kernels of a step")
-    quick: bool = setting(False, "tiny shapes, to test the script")
+    tiny: bool = setting(False, "tiny shapes, on a CPU too", quick=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A decode step: by `engine`, of a shape, of `rows` sequences of so many `tokens`, under a control."""
 
-    engine: Literal["decode", "generate", "torch"]
+    engine: Literal["decode", "torch"]
     shape: str
     rows: int
     tokens: int
@@ -49,25 +40,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """How the case is called in lines, files and `--cases`."""
-        return f"{self.engine} {self.shape} {self.rows}x{size(self.tokens)} {self.control}"
-
-    @property
-    def process(self) -> tuple[str, ...]:
-        """What has a process in common with other cases: those of one decoder's size, or of one engine's weights."""
-        own = f"{self.rows}x{self.tokens}" if self.engine == "decode" else ""
-        return self.engine, self.shape, own
-
-
-def size(tokens: int) -> str:
-    """Return a number of tokens, in thousands where it is a whole number of them."""
-    return f"{tokens // 1024}k" if tokens and tokens % 1024 == 0 else str(tokens)
+        """How `--cases` knows it."""
+        return f"{self.engine} {self.shape} {self.rows}x{self.tokens} {self.control}"
 
 
 def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     """Return every case, those that tell most first."""
-    if settings.quick:
-        return _quick(settings, with_torch)
+    if settings.tiny:
+        tiny = {"shape": "small", "rows": 1, "tokens": 512}
+        return [Case(engine="decode", control=one, **tiny) for one in ("off", "certified")]
     found = []
     for rows, tokens in SIZES:
         controls = (*CONTROLS, SELF) if (rows, tokens) == SIZES[0] else CONTROLS
@@ -76,20 +57,6 @@ def cases_of(settings: Settings, with_torch: bool) -> list[Case]:
     if with_torch:
         found += [Case(engine="torch", shape=LLAMA, rows=rows, tokens=tokens) for rows, tokens in SIZES]
         found.append(Case(engine="torch", shape=SMOLLM, rows=1, tokens=2048))
-    if settings.model:
-        rows, tokens = PROMPTS
-        for engine in ("generate", "decode"):
-            found += [Case(engine=engine, shape=SMOLLM, rows=rows, tokens=tokens, control=one) for one in GENERATED]
-    return found
-
-
-def _quick(settings: Settings, with_torch: bool) -> list[Case]:
-    tiny = {"shape": "small", "rows": 1, "tokens": 512}
-    found = [Case(engine="decode", control=one, **tiny) for one in ("off", "certified")]
-    if with_torch:
-        found.append(Case(engine="torch", **tiny))
-    if settings.model:
-        found.append(Case(engine="generate", **tiny | {"rows": 2, "tokens": 40}))
     return found
 
 
@@ -100,15 +67,6 @@ def chosen(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
     """
     for word in words:
         if not any(word in case.name for case in cases):
-            raise UsageError(f"--cases is {word!r}, which no case contains; --list prints their names.")
+            names = ", ".join(case.name for case in cases)
+            raise UsageError(f"--cases is {word!r}, which no case contains; the cases are {names}.")
     return [case for case in cases if not words or any(word in case.name for word in words)]
-
-
-def processes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Return the cases of each process, in order."""
-    return [list(group) for _, group in groupby(cases, lambda case: case.process)]
-
-
-def torch_installed() -> bool:
-    """Return whether there is a torch to compare with."""
-    return importlib.util.find_spec("torch") is not None

@@ -10,7 +10,6 @@ import gc
 import glob
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
@@ -32,31 +30,34 @@ from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting, Pruned
 from et_jax.decode.state import DecodeState
-from et_jax.models.calibration import Calibration
-from et_jax.models.params import Params, in_stacks
+from et_jax.models.params import in_stacks
 from et_jax.models.stacks import stacked_on
 from et_jax.models.transformer import initialise
-from et_jax.types import Table, replace
+from et_jax.pallas.backend import pick
+from et_jax.types import replace
 from scripts.chip.cases import CHOOSING, PAGE_SIZE, QUEST, ROOM, SELF, Case, Settings
+from scripts.measuring import paired
 from scripts.measuring.selectors import guarded, quest
-from scripts.measuring.shapes import SHAPES
-from scripts.measuring.states import filled, whole_context, with_random_pages
+from scripts.measuring.shapes import SHAPES, even_heads
+from scripts.measuring.states import filled, with_random_pages
 from scripts.measuring.timing import seconds
 
-TOLERANCES = {"paper": 0.05, "guarded": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
+TOLERANCES = {"paper": 0.05, "certified": 0.9, "adaptive": 0.1}  # where the search begins
 OUTSTANDING, LONGER = 1 / 256, 24.0
-LEAST, MOST = 0.06, 0.10  # of the blocks read
-TRIES, TRIED = 8, 3  # tolerances; steps under each, of which the last is looked at
+READ, WITHIN = (
+    0.08,
+    0.25,
+)  # the share of the blocks that is searched for, and by what part of it that may differ, if one can be had
+TRIED = 3  # steps under each tolerance, of which the last counts
 COMPILERS = 4  # at once
-Ran = tuple[DecodeState, Any, Any]
 
 
-def controller(name: str, share: float) -> Controller:
+def controller(name: str) -> Controller:
     """Return a way of choosing at a constant tolerance; Quest reads a share of the blocks."""
-    if name == "off":
+    if name in ("off", SELF):
         return preset("off")
     chosen = guarded(quest) if name == "quest" else preset(name, min_context=0)
-    tolerance = Constant(TOLERANCES.get(name, share))
+    tolerance = Constant(TOLERANCES.get(name, QUEST))
     return replace(chosen, law=chain(EmaEntropy(), FallClock(), tolerance, EntropyDrift()))
 
 
@@ -66,70 +67,65 @@ def configuration(case: Case, settings: Settings) -> DecoderConfig:
     room = -(-ROOM * (1 + drafted) // PAGE_SIZE) * PAGE_SIZE
     positions = -(-case.tokens // PAGE_SIZE) * PAGE_SIZE + room
     model = dataclasses.replace(SHAPES[case.shape], max_positions=positions)
-    heads = np.ones((model.num_layers, model.num_kv_heads, model.group_size), np.float32)
     slots = max(2, case.rows)
-    config = whole_context(
-        model,
-        slots,
-        "bfloat16",
+    return DecoderConfig(
+        model=model,
+        num_slots=slots,
+        batch=slots,
+        page_size=PAGE_SIZE,
+        num_pages=slots * positions // PAGE_SIZE + 1,
+        max_length=positions,
+        prefill_batch=PAGE_SIZE,
+        chunk=PAGE_SIZE,
         max_steps=settings.steps,
-        calibration=Calibration(sensitivity=Table(heads)),
+        cache_dtype="bfloat16",
+        backend=pick(jax.default_backend()),
+        calibration=even_heads(model),
         stacked=stacked_on(jax.default_backend()),
-        controller=controller("off" if case.control == SELF else case.control, QUEST),
+        controller=controller(case.control),
+        draft=Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None,
     )
-    draft = Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None
-    in_pages = {"page_size": PAGE_SIZE, "prefill_batch": PAGE_SIZE, "chunk": PAGE_SIZE}
-    return dataclasses.replace(config, **in_pages, num_pages=slots * positions // PAGE_SIZE + 1, draft=draft)
 
 
-def weights_of(config: DecoderConfig, seed: int) -> Params:
-    """Return random weights as the decoder has them."""
-    weights = initialise(config.model, jax.random.key(seed), jnp.bfloat16)
-    if config.stacked:
-        weights = in_stacks(weights, config.model, lambda *each: jnp.stack(each)) or weights
-    return jax.block_until_ready(weights)
-
-
-def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
-    """Yield what is found of each case, in order, or what went wrong.
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each case, in order.
 
     All programs are compiled before the first is timed, several at once: a compiler tries products on the chip.
     """
     configs = [configuration(case, settings) for case in cases]
-    weights = (weights_of(configs[0], settings.seed),)
+    model = configs[0].model
+    weights = initialise(model, jax.random.key(settings.seed), jnp.bfloat16)
+    if configs[0].stacked:
+        weights = in_stacks(weights, model, lambda *each: jnp.stack(each)) or weights
+    jax.block_until_ready(weights)
     gc.collect()
     with ThreadPoolExecutor(COMPILERS) as pool:
-        made = [pool.submit(Programs, case, config, weights) for case, config in zip(cases, configs, strict=True)]
-    for case, config, programs in zip(cases, configs, made, strict=True):
-        try:
-            yield one(case, config, settings, programs.result())
-        except Exception as error:  # of memory, or of a kernel: the row says so, and what follows goes on
-            yield error
+        made = [pool.submit(programs, case, config, (weights,)) for case, config in zip(cases, configs, strict=True)]
+    for case, config, compiled in zip(cases, configs, made, strict=True):
+        yield one(case, config, settings, *compiled.result())
         gc.collect()
 
 
-class Programs:
-    """The compiled programs of a case: `begin` makes its state, `decode` runs steps; and `seconds` of compiling."""
+def programs(case: Case, config: DecoderConfig, weights: Any) -> tuple[Callable[[], DecodeState], Callable[..., Any]]:
+    """Return the compiled programs of a case: one makes its state, the other runs steps."""
 
-    def __init__(self, case: Case, config: DecoderConfig, weights: Any) -> None:
-        def begun() -> DecodeState:
-            state = with_random_pages(config, filled(config, case.tokens, 0.0), OUTSTANDING, LONGER)
-            return replace(state, active=jnp.arange(config.num_slots) < case.rows)
+    def begun() -> DecodeState:
+        state = with_random_pages(config, filled(config, case.tokens), OUTSTANDING, LONGER)
+        return replace(state, active=jnp.arange(config.num_slots) < case.rows)
 
-        began = time.perf_counter()
-        lowered = jax.jit(begun).lower()
-        decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
-        self.begin: Callable[[], DecodeState] = lowered.compile()
-        self.decode: Callable[..., Ran] = partial(decoding.compile(), weights)
-        self.seconds = round(time.perf_counter() - began, 2)
+    lowered = jax.jit(begun).lower()
+    decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
+    return lowered.compile(), partial(decoding.compile(), weights)
 
 
-def one(case: Case, config: DecoderConfig, settings: Settings, programs: Programs) -> dict[str, Any]:
+def one(
+    case: Case, config: DecoderConfig, settings: Settings, begin: Callable[[], DecodeState], decode: Callable[..., Any]
+) -> dict[str, Any]:
     """Return the figures of a case: the milliseconds of a step in each round, and what it read."""
-    held: list[Any] = [programs.begin(), None, 0]
+    held: list[Any] = [begin(), None, 0]
 
     def steps(count: int) -> Any:
-        held[:] = programs.decode(held[0], jnp.int32(count))
+        held[:] = decode(held[0], jnp.int32(count))
         return held[2]
 
     def share(first: int) -> float:
@@ -138,50 +134,29 @@ def one(case: Case, config: DecoderConfig, settings: Settings, programs: Program
         read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.allocated_pages))
         return read / max(1.0, pages) / (config.model.num_layers * config.model.num_kv_heads)
 
-    def share_at(tolerance: float) -> float:
+    def at(tolerance: float) -> tuple[float, None]:
         control = held[0].control
         control = replace(control, tolerance=jnp.full_like(control.tolerance, tolerance))
         held[0] = replace(held[0], control=control)
         steps(TRIED)
-        return share(TRIED - 1)
+        return share(TRIED - 1), None
 
     jax.block_until_ready(steps(1))
     found: dict[str, Any] = {}
     if case.control in CHOOSING:
-        found["tolerance"] = tolerance_for(share_at, TOLERANCES[case.control])
-        share_at(found["tolerance"])
+        start = TOLERANCES[case.control]
+        found["tolerance"], _ = paired.matched(at, READ, 1e-9, 1e6, within=WITHIN, start=start, or_nearest=True)
     rounds, shares = [], []
     for _ in range(settings.rounds):
         took = seconds(lambda: (steps(settings.steps), held[0]))
         rounds.append(1e3 * took / int(held[2]))
         shares.append(share(0))  # some presets read everything now and then
-    found |= {"milliseconds": statistics.median(rounds), "rounds": rounds, "share_read": statistics.mean(shares)}
+    found |= {"milliseconds": rounds, "share_read": statistics.mean(shares)}
     if case.control == SELF:
         found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
-    found["seconds_compiling"] = programs.seconds
-    if settings.profile:
-        found["kernels"] = kernels(lambda count: jax.block_until_ready((steps(count), held[0])))
+    if settings.profile and (counted := kernels(lambda count: jax.block_until_ready((steps(count), held[0])))):
+        found["kernels"] = counted
     return found
-
-
-def tolerance_for(share_at: Callable[[float], float], start: float) -> float:
-    """Return a tolerance by which a share of `LEAST` to `MOST` is read, or the nearest of those that were tried.
-
-    The share falls as the tolerance rises. Beginning with one, each is eight times the last one or an eighth of it,
-    until the share has been passed; then the mean of logarithms between the two nearest.
-    """
-    low = high = None  # the greatest tolerance that reads too much, the least that reads too little
-    tolerance, tried = start, {}
-    for _ in range(TRIES):
-        share = tried[tolerance] = share_at(tolerance)
-        if LEAST <= share <= MOST:
-            return tolerance
-        low, high = (tolerance, high) if share > MOST else (low, tolerance)
-        if low is None or high is None:
-            tolerance = tolerance * 8 if high is None else tolerance / 8
-        else:
-            tolerance = (low * high) ** 0.5
-    return min(tried, key=lambda one: abs(tried[one] - (LEAST + MOST) / 2))
 
 
 def kernels(run: Callable[[int], Any]) -> float | None:

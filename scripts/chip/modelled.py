@@ -1,5 +1,7 @@
 """What a step would take on an H200 by the bytes it moves and the kernels it launches: modelled, and not measured.
 
+    python -m scripts.chip.modelled
+
     milliseconds = bytes / 4.2 TB/s + launches x 2.5 us
 
 Bytes are those of `et_jax.decode.cost`: weights once, the blocks that are read, the summaries that choose them. A copy
@@ -21,59 +23,35 @@ from et_jax.decode.plant import costs
 from et_jax.decode.state import empty
 from et_jax.models.params import abstract
 from scripts.aot.chips import KERNELS
-from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, size
-from scripts.chip.decoding import LEAST, MOST, configuration
+from scripts.chip.cases import CHOOSING, QUEST, Case, Settings, cases_of
+from scripts.chip.decoding import READ, configuration
 from scripts.measuring.results import table
 
 BYTES_A_SECOND = 4.2e12
 SECONDS_A_LAUNCH = 2.5e-6
 OUTSIDE = 150  # launches of a step outside the loop over layers: 87 in its own loop, and sums over layers beside
-PROGRAMS = {
-    "off": "llama3_8b, 32 layers",
-    "paper": "last masses",
-    "certified": "compressed",
-    "adaptive": "adaptive",
-}  # whose layers launch as many as those of a control
+# By control, the program whose layers launch as many kernels, and the share of the blocks that is read.
+PROGRAMS = {"off": "llama3_8b, 32 layers", "paper": "last masses", "certified": "compressed", "adaptive": "adaptive"}
+SHARES = {"quest": QUEST, **dict.fromkeys(CHOOSING, READ)}
 
 
-def moved(case: Case, share: float) -> float:
-    """Return the bytes that a step of `decode` moves, where it reads such a share of the blocks."""
+def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
+    """Return the bytes, the launches and the modelled milliseconds of a case that reads a share of the blocks.
+
+    None is returned where the kernels of a layer are not counted under its control.
+    """
+    if case.engine != "decode" or case.control not in PROGRAMS:
+        return None
     config = configuration(case, Settings())
     weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
     state = jax.eval_shape(partial(empty, config))
     [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
     blocks = case.rows * model.heads * -(-case.tokens // config.page_size)
-    scored = blocks if model.summary else 0
-    return float(model.weights) + float(cost.cached_bytes(model, share * blocks, scored))
-
-
-def share_of(case: Case) -> float:
-    """Return the share of the blocks that a case is to read."""
-    if case.control in CHOOSING:
-        return (LEAST + MOST) / 2
-    return QUEST if case.control == "quest" else 1.0
-
-
-def launched(case: Case, layers: int) -> int | None:
-    """Return the kernels of a step, None where those of a layer are not counted under its control."""
-    program = PROGRAMS.get(case.control)
-    return None if program is None else layers * KERNELS[program] + OUTSIDE
-
-
-def milliseconds(num_bytes: float, launches: int) -> float:
-    """Return the modelled time of a step."""
-    return 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
-
-
-def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
-    """Return the bytes, the launches and the modelled milliseconds of a case; None where it has no model."""
-    if case.engine != "decode":
-        return None
-    launches = launched(case, configuration(case, Settings()).model.num_layers)
-    if launches is None:
-        return None
-    num_bytes = moved(case, share_of(case) if share is None else share)
-    return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds(num_bytes, launches)}
+    read = (SHARES.get(case.control, 1.0) if share is None else share) * blocks
+    num_bytes = float(model.weights) + float(cost.cached_bytes(model, read, blocks if model.summary else 0))
+    launches = config.model.num_layers * KERNELS[PROGRAMS[case.control]] + OUTSIDE
+    milliseconds = 1e3 * (num_bytes / BYTES_A_SECOND + launches * SECONDS_A_LAUNCH)
+    return {"bytes": num_bytes, "launches": launches, "milliseconds": milliseconds}
 
 
 def shown(cases: list[Case]) -> str:
@@ -83,6 +61,10 @@ def shown(cases: list[Case]) -> str:
     for case in cases:
         if (found := modelled(case)) is not None:
             of_bytes = 1e3 * found["bytes"] / BYTES_A_SECOND
-            place = [case.shape, f"{case.rows} x {size(case.tokens)}", case.control, share_of(case)]
+            place = [case.shape, f"{case.rows} x {case.tokens}", case.control, SHARES.get(case.control, 1.0)]
             rows.append([*place, found["bytes"] / 1e9, of_bytes, found["launches"], found["milliseconds"]])
     return table(header, rows)
+
+
+if __name__ == "__main__":
+    print(shown(cases_of(Settings(), False)))

@@ -1,88 +1,59 @@
-"""Workers, one after the other: what each says of its cases, until the time is up."""
+"""Processes that compute on the chip, one after the other: each finds the chip's memory as new."""
 
-import json
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+import multiprocessing
+import os
+from collections.abc import Generator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
-from scripts.chip.cases import Case, Settings, processes
-from scripts.chip.record import Record, line
-from scripts.chip.worker import spoken
-from scripts.measuring.results import REPOSITORY
+from scripts.chip.cases import Case, Settings
+from scripts.chip.modelled import modelled
 
-Said = Iterator[dict[str, Any]]
+BY = {"decode": "decoding", "torch": "torch_step"}
 
 
-class OutOfTime(Exception):
-    """Raised where a worker was ended because the time was up."""
+def measured(settings: Settings, cases: Sequence[Case]) -> Generator[dict[str, Any]]:
+    """Yield what a process finds of each case, in order; {"error": a line} stands last where it failed or ended.
 
-
-def worker(settings: Settings, cases: Sequence[Case], until: float) -> Said:
-    """Start a worker and yield what it says, then {"code": its exit code}.
-
-    Ends it, and raises OutOfTime, at `until`, by `time.monotonic`.
+    The process ends with the iteration.
     """
-    command = [sys.executable, "-m", "scripts.chip.worker", spoken(settings, list(cases))]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
-        ended: list[bool] = []
-        timer = threading.Timer(max(0.0, until - time.monotonic()), lambda: (ended.append(True), process.kill()))
-        timer.start()
+    context = multiprocessing.get_context("spawn")
+    results, end = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(settings, cases, end), daemon=True)
+    process.start()
+    end.close()
+    try:
+        for _ in cases:
+            yield results.recv()
+    except EOFError:
+        process.join()
+        yield {"error": f"its process ended with {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def work(settings: Settings, cases: Sequence[Case], results: Connection) -> None:
+    """Send what is found of each case, all of one engine, until one fails."""
+    # The device's memory is taken as one piece, nearly all of it: pools of pages are large beside what is free.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    found = importlib.import_module(f"scripts.chip.{BY[cases[0].engine]}").measured(cases, settings)
+    for case in cases:
         try:
-            assert process.stdout is not None
-            for said in process.stdout:
-                if said.endswith("\n"):  # what is cut off is the last word of a process that was ended
-                    yield json.loads(said)
-            process.wait()
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                process.kill()
-    if ended:
-        raise OutOfTime
-    yield {"code": process.returncode}
+            figures = next(found)
+        except Exception as error:  # of memory, or of a kernel
+            results.send({"error": reason(error)})
+            return
+        model = modelled(case, figures.get("share_read"))
+        results.send(figures | ({} if model is None else {"modelled": model["milliseconds"]}))
 
 
-def run(
-    settings: Settings,
-    cases: Sequence[Case],
-    record: Record,
-    seconds: float,
-    report: Callable[[str], None],
-    start: Callable[[Settings, Sequence[Case], float], Said] = worker,
-) -> list[Case]:
-    """Measure the cases that the record lacks, each in a worker of its size, and return those for which time ran out.
-
-    A worker ends after a case that failed; the cases after it get another one.
-    """
-    until = time.monotonic() + seconds
-    missing = [case for case in cases if record.lacks(case)]
-    left = list(missing)
-    for group in processes(missing):
-        waiting = list(group)
-        while waiting:
-            if time.monotonic() >= until:
-                return left
-            failed = False
-            try:
-                for said in start(settings, list(waiting), until):
-                    if "provenance" in said:
-                        record.begin(said["provenance"])
-                    elif "found" in said:
-                        failed = "error" in said["found"]
-                        _add(record, waiting, left, said["found"], report)
-                    elif waiting and not failed:  # its process ended before it was measured
-                        _add(record, waiting, left, {"error": f"its process ended with {said['code']}"}, report)
-            except OutOfTime:
-                return left
-    return left
-
-
-def _add(record: Record, waiting: list[Case], left: list[Case], found: dict[str, Any], report: Callable) -> None:
-    """Record what was found of the case that was waited for."""
-    case = waiting.pop(0)
-    left.remove(case)
-    record.add(case, found)
-    report(line(case.name, found))
+def reason(error: Exception) -> str:
+    """Return in a line why a case failed."""
+    words = str(error)
+    first = (words.splitlines() or [""])[0]
+    if "RESOURCE_EXHAUSTED" in words or "out of memory" in words.lower():
+        return f"out of memory: {first[:200]}"
+    return f"{type(error).__name__}: {first[:300]}"

@@ -1,9 +1,9 @@
 """A plain step of the same shapes in torch, captured as one CUDA graph: no engine, what anybody can have."""
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from et_jax.models.config import ModelConfig
@@ -13,39 +13,27 @@ from scripts.measuring.shapes import SHAPES
 DEVIATION = 0.02  # of random weights
 
 
-def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any] | Exception]:
-    """Yield what is found of each case, in order, or what went wrong. All cases are of one shape."""
+def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each case, in order. All cases are of one shape."""
     torch = importlib.import_module("torch")
     shape = SHAPES[cases[0].shape]
     with torch.no_grad():
         torch.manual_seed(settings.seed)
         weights = weights_of(torch, shape)
         for case in cases:
-            try:
-                rounds = timed(torch, step_of(torch, shape, weights, case), settings)
-                yield {"milliseconds": statistics.median(rounds), "rounds": rounds}
-            except Exception as error:  # the row says so, and what follows goes on
-                yield error
-            torch.cuda.empty_cache()
+            yield {"milliseconds": timed(torch, step_of(torch, shape, weights, case), settings)}
 
 
 def weights_of(torch: Any, shape: ModelConfig) -> dict[str, Any]:
     """Return random weights of a shape: what is multiplied by a layer at once lies in one matrix."""
-    e, i, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    heads, kv = shape.num_heads, shape.num_kv_heads
+    e, i, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
+    sizes = {"qkv": (heads + 2 * shape.num_kv_heads * shape.head_dim, e), "o": (e, heads), "gate_up": (2 * i, e)}
+    sizes["down"] = e, i
 
     def drawn(*size: int) -> Any:
         return torch.randn(size, dtype=torch.bfloat16, device="cuda") * DEVIATION
 
-    layers = [
-        {
-            "qkv": drawn((heads + 2 * kv) * d, e),
-            "o": drawn(e, heads * d),
-            "gate_up": drawn(2 * i, e),
-            "down": drawn(e, i),
-        }
-        for _ in range(shape.num_layers)
-    ]
+    layers = [{name: drawn(*size) for name, size in sizes.items()} for _ in range(shape.num_layers)]
     norm = torch.ones(e, dtype=torch.bfloat16, device="cuda")
     return {"layers": layers, "head": drawn(shape.vocab_size, e), "norm": norm}
 
@@ -54,13 +42,9 @@ def step_of(torch: Any, shape: ModelConfig, weights: dict[str, Any], case: Case)
     """Return a step of a case: greedy, without rotation, over contiguous keys and values, the last of them written."""
     nn = torch.nn.functional
     e, d, heads, kv, rows = shape.hidden_size, shape.head_dim, shape.num_heads, shape.num_kv_heads, case.rows
-
-    def cache() -> list[Any]:
-        size = (rows, kv, case.tokens, d)
-        return [torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in weights["layers"]]
-
-    keys, values, norm = cache(), cache(), weights["norm"]
-    begun = torch.randn(rows, e, dtype=torch.bfloat16, device="cuda")
+    drawn = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    keys, values = ([drawn(rows, kv, case.tokens, d) for _ in weights["layers"]] for _ in range(2))
+    norm, begun = weights["norm"], drawn(rows, e)
 
     def step() -> Any:
         x = begun

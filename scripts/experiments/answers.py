@@ -5,7 +5,6 @@ that to the same question with everything read.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,12 +26,9 @@ CONTROLS: dict[str, Controller] = {
     **{f"adaptive {tolerance:g}": preset("adaptive", tolerance=tolerance) for tolerance in (1e-4, 1e-3)},
     **{f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)},
 }
-
-
 SHARES = ("share_read", "share_bytes", "prompt_share_read")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -74,4 +70,3 @@ FIGURES = {
     "share_bytes": Figure(header="bytes moved"),
     "prompt_share_read": Figure(header="blocks read of prompts"),
 }
-DOCUMENT = "evidence.md"

@@ -8,7 +8,6 @@ count as their mean value.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from scripts.measuring.selectors import guarded
 from scripts.measuring.teacher_forced import FIGURES, Forced, Scores, TeacherForced
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -60,6 +58,3 @@ def groups(settings: Settings) -> Iterator[Group]:
         return {figure: np.mean([one[figure] for one in found], axis=0) for figure in found[0]}
 
     yield from grouped("share", settings.shares, ("dense", *benches), arm, "equal")
-
-
-DOCUMENT = "evidence.md"

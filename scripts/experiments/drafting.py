@@ -8,7 +8,6 @@ texts are timed.
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
 LONG = "of nearly its context"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -87,4 +85,3 @@ FIGURES = {
     "drafted": Figure(header="drafted"),
     "accepted": Figure(header="accepted"),
 }
-DOCUMENT = "evidence.md"

@@ -4,7 +4,6 @@ The second half of each row of held-out text counts, where the model has context
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ ESTIMATORS: dict[str, Callable[[int], entropy.Estimator]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -58,4 +56,3 @@ FIGURES = {
     "width": Figure(header="width of the interval, nats"),
     "outside": Figure(header="truth outside the interval"),
 }
-DOCUMENT = "evidence.md"

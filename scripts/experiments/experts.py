@@ -6,7 +6,6 @@ and layers. "shuffled" shows the rule the entropies of other tokens.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ RULES: dict[str, tuple[Callable[[float], ExpertRule], float, float]] = {
 """By name a rule of a setting, at which it takes the fewer experts the greater that is, and where it is searched."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -82,4 +80,3 @@ FIGURES = {
     "divergence": Figure(header="KL from as trained, nats"),
     "agrees": Figure(header="same likeliest token"),
 }
-DOCUMENT = "evidence.md"

@@ -11,13 +11,13 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import is_gguf
@@ -30,9 +30,9 @@ from et_jax.text import load_tokenizer
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.peers import Engine
+from scripts.peers.gguf_file import close
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -47,22 +47,16 @@ class Settings(Base):
 
 def drawn_lines(count: int, seed: int = 0) -> list[str]:
     """Return lines of characters of many kinds."""
-    kinds = [
-        *("abcdefghijklmnopqrstuvwxyzABCDEFG  ", "0123456789", " \t.,;:!?()[]{}'\"-_/\\@#$%^&*+=<>|~`"),
-        *("".join(map(chr, range(*ends))) for ends in ((0x4E00, 0x9FFF), (0x1F300, 0x1F6FF), (1, 10), (14, 28))),
-        *(
-            "".join(map(chr, range(*ends)))
-            for ends in ((0xA1, 0x24F), (0x370, 0x52F), (0x620, 0x6FF), (0xAC00, 0xD7A3))
-        ),
-    ]
+    ranges = [(0x4E00, 0x9FFF), (0x1F300, 0x1F6FF), (1, 10), (14, 28)]
+    ranges += [(0xA1, 0x24F), (0x370, 0x52F), (0x620, 0x6FF), (0xAC00, 0xD7A3)]
+    kinds = ["abcdefghijklmnopqrstuvwxyzABCDEFG  ", "0123456789", " \t.,;:!?()[]{}'\"-_/\\@#$%^&*+=<>|~`"]
+    kinds += ["".join(map(chr, range(*ends))) for ends in ranges]
     draw = random.Random(seed)
     return ["".join(draw.choice(draw.choice(kinds)) for _ in range(draw.randint(1, 60))) for _ in range(count)]
 
 
 def decoded_copy(file: Path, copy: Path) -> None:
     """Write a GGUF file with all its tensors in float32."""
-    from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
-
     reader = GGUFReader(file)
     writer = GGUFWriter(copy, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -74,9 +68,7 @@ def decoded_copy(file: Path, copy: Path) -> None:
             writer.add_key_value(key, field.contents(), field.types[0])
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), np.float32))
-    for part in ("header", "kv_data", "tensors"):
-        getattr(writer, f"write_{part}_to_file")()
-    writer.close()
+    close(writer)
 
 
 def groups(settings: Settings) -> Iterator[Group]:
@@ -135,4 +127,3 @@ FIGURES = {
     "same_argmax": Figure(header="same likeliest token"),
     "greedy": Figure(header="greedy tokens to the first that differs"),
 }
-DOCUMENT = "evidence.md"

@@ -8,7 +8,6 @@ Llama-3-8B.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 MOST = 64 * 32_768  # tokens of a case
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 

@@ -6,21 +6,20 @@ ids), the same number of new tokens. et_jax runs what `Model.stream` runs, text 
 all run one model is seen in float32, where their first greedy tokens must agree.
 """
 
+import dataclasses
 import itertools
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from et_jax.errors import UsageError
-from scripts.measuring.experiment import Figure, Group, setting
-from scripts.measuring.random_folder import random_folder
+from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
-from scripts.measuring.shapes import SHAPES, Shaped
+from scripts.measuring.shapes import SHAPES, random_folder
 from scripts.measuring.timing import Round
 from scripts.peers import Engine
 
@@ -34,10 +33,12 @@ PAUSE = 0.3  # seconds between turns, in which the threads of the engine that ra
 AGREEING = 16  # tokens of each of two prompts that are compared in float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings(Shaped):
+class Settings(Base):
     """Flags of the experiment."""
 
+    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
+    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
+    rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
     checkout: str = setting("", "a checkout of an older version of et_jax; none to leave it out")
     control: str = setting("off", "the preset that et_jax decodes under, in both versions")
     llama_python: str = setting("", "a Python with llama-cpp-python; none to leave llama.cpp out")
@@ -100,8 +101,11 @@ def groups(settings: Settings) -> Iterator[Group]:
     for name, python in (("llama.cpp", settings.llama_python), ("transformers", settings.transformers_python)):
         if python:
             makers[name] = partial(Engine, name, python)
+    shape = SHAPES[settings.shape]
+    layers = settings.layers or shape.num_layers
+    shape = dataclasses.replace(shape, num_layers=layers, windows=(None,) * layers, max_positions=2048)
     with tempfile.TemporaryDirectory() as folder:
-        model = str(random_folder(Path(folder), settings.model_of(2048), "bfloat16"))
+        model = str(random_folder(Path(folder), shape, "bfloat16"))
         engines = {(name, form): make() for name, make in makers.items() for form in FORMS[name]}
         firsts = {name: engines[name, FORMS[name][0]] for name in makers}
         print({name: engine.versions for name, engine in firsts.items()}, file=sys.stderr)

@@ -7,7 +7,6 @@ head the budget of another one of its layer.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
 FLOOR, CAP = 0.05, 20.0  # of an entropy budget, which may take as well as give
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -74,4 +72,3 @@ FIGURES = {
     "divergence": Figure(header="KL from dense, nats", against="saving"),
     "loss": Figure(header="loss, nats"),
 }
-DOCUMENT = "evidence.md"

@@ -7,7 +7,6 @@ takes is not.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,6 @@ LONGEST_TOKEN = 16  # characters of a token, which few have
 ARMS = ("off", "paper", "guarded", "certified", "adaptive")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -70,4 +68,3 @@ FIGURES = {
     "milliseconds": Figure(header="ms a token", against="ratio"),
     "share_read": Figure(header="blocks read"),
 }
-DOCUMENT = "evidence.md"

@@ -12,7 +12,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ RULES: dict[str, PriorityRule] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -159,4 +158,3 @@ FIGURES = {
     "first_token": Figure(header="steps to the first token", against="saving"),
     "tokens_per_step": Figure(header="tokens a step"),
 }
-DOCUMENT = "evidence.md"

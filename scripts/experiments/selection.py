@@ -12,7 +12,6 @@ settings, by logarithms.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from et_jax.types import replace
 from scripts.measuring.experiment import Figure, Group, Missed, setting
 from scripts.measuring.selectors import guarded, quest, true_mass
 from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
-from scripts.measuring.teacher_forced import Forced, Scores, TeacherForced
+from scripts.measuring.teacher_forced import Forced, Scores
 
 FIGURES = OF_SCORES | {"share_bytes": Figure(header="bytes moved")}
 LEAST = 1e-9  # nats, below which float32 tells no two distributions apart
@@ -68,7 +67,6 @@ UNSCORED = ("sinks and window", "chance", "oracle")  # that inspect no block
 DENSE = "dense"
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -97,8 +95,9 @@ def at_bytes(
     return np.exp(worse + share * (better - worse))
 
 
-def curves(bench: TeacherForced) -> Callable[[str, float], Scores]:
-    """Return what gives the scores of a selector at a tolerance, each measured once."""
+def groups(settings: Settings) -> Iterator[Group]:
+    """Yield a group of all selectors at all tolerances, and one for each share of bytes."""
+    bench = settings.bench()
 
     @cache
     def run(name: str, at: float) -> Scores:
@@ -106,14 +105,6 @@ def curves(bench: TeacherForced) -> Callable[[str, float], Scores]:
         masses = {"block_mass": bench.true_masses} if name == "oracle" else {}
         scores = bench.run(CURVES[name][0](at), given=given | masses)
         return replace(scores, share_bytes=scores.share_read) if name in UNSCORED else scores
-
-    return run
-
-
-def groups(settings: Settings) -> Iterator[Group]:
-    """Yield a group of all selectors at all tolerances, and one for each share of bytes."""
-    bench = settings.bench()
-    run = curves(bench)
 
     def point(name: str, at: float) -> dict[str, Any]:
         scores = bench.dense if name == DENSE else run(name, at)
@@ -132,5 +123,4 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield Group(labels={"at": f"{wanted:g} of the bytes"}, arms=compared, baseline=baseline)
 
 
-DOCUMENT = "evidence.md"
 PLOT = ("share_bytes", "divergence")

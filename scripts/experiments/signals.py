@@ -8,7 +8,6 @@ Every arm's tolerance is searched until it reads the wanted share of blocks.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ PER_HEAD = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Forced):
     """Flags of the experiment."""
 
@@ -62,7 +60,6 @@ def groups(settings: Settings) -> Iterator[Group]:
         "entropy now, less where high": factors(now, -settings.spread),
         "attention entropy, more where high": factors(everything.attention_entropy, settings.spread),
     }
-
     near: dict[float, float] = {}  # by share, the tolerance of the baseline
 
     def arm(name: str, share: float) -> dict[str, Any]:
@@ -77,6 +74,3 @@ def groups(settings: Settings) -> Iterator[Group]:
         return found.by_row(*FIGURES)
 
     yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")
-
-
-DOCUMENT = "evidence.md"

@@ -2,14 +2,12 @@
 
 Texts are sampled at temperature 1 under a JSON schema, and `jsonschema` validates each. The entropies are means over a
 text's tokens: the model's own, and that of what the grammar leaves. The grammar's time is that of the host alone, in
-which the same tokens are matched again. Of sequences without a grammar the speed is measured alone, and beside as many
-others that have one or have none; end tokens are not heeded there.
+which the same tokens are matched again. Where speed is measured, end tokens are not heeded.
 """
 
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from et_jax.serve.engine import Model, load
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.timing import seconds
 
 SCHEMA = {
     "type": "object",
@@ -38,7 +37,6 @@ MOST_TOKENS = 256  # of a text that follows the schema
 OPENINGS = ("It was", "The old house by the river", "In the spring of that year", "She said that the office is")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -53,12 +51,8 @@ class Settings(Base):
 def under(schema: Mapping[str, Any] | None, number: int, seed: int, tokens: int) -> list[GenerationRequest]:
     """Return requests under a schema, or without one; seeds count up."""
     given = {"ignore_eos": True} if schema is None else {"json_schema": json.dumps(schema)}
-    return [
-        GenerationRequest(
-            prompt=OPENINGS[one % len(OPENINGS)], params=SamplingParams(max_tokens=tokens, seed=seed + one, **given)
-        )
-        for one in range(number)
-    ]
+    params = [SamplingParams(max_tokens=tokens, seed=seed + one, **given) for one in range(number)]
+    return [GenerationRequest(prompt=OPENINGS[one % len(OPENINGS)], params=each) for one, each in enumerate(params)]
 
 
 def matched(model: Model, request: GenerationRequest, tokens: Sequence[int]) -> tuple[float, int]:
@@ -95,57 +89,32 @@ def written(model: Model, settings: Settings) -> dict[str, Any]:
         "entropy": np.array([np.mean([row.entropy for row in one.trace]) for one in done]),
         "left": np.array([np.mean([row.constrained_entropy or 0.0 for row in one.trace]) for one in done]),
         "forced": np.array([forced for _, forced in again]) / counts,
-        "matching": np.array([seconds for seconds, _ in again]) / counts * 1e6,
+        "matching": np.array([took for took, _ in again]) / counts * 1e6,
     }
 
 
-def speed(model: Model, first: list[GenerationRequest], others: list[GenerationRequest]) -> Mapping[str, float]:
-    """Return the tokens/s of the first requests until the last of them ends, beside others that go on until then."""
-    ended = tokens = 0
-    began, events = time.perf_counter(), model.stream([*first, *others])
-    for event in events:
-        if event.prompt_index < len(first):
-            tokens += event.trace is not None
-            ended += event.completion is not None
-        if ended == len(first):
-            break
-    took = time.perf_counter() - began
-    events.close()
-    return {"speed": tokens / took}
+def speed(model: Model, requests: list[GenerationRequest]) -> Mapping[str, float]:
+    """Return the tokens a second of requests that are decoded together."""
+    done: list[Completion] = []
+    took = seconds(lambda: done.extend(model.generate(requests)))
+    return {"speed": sum(len(one.token_ids) for one in done) / took}
 
 
 def groups(settings: Settings) -> Iterator[Group]:
-    """Yield the texts that are written, and for each number of sequences the speeds of all and of half of them."""
-    seed, tokens = settings.seed, settings.tokens
+    """Yield the texts that are written, and the speeds of each number of sequences."""
     most = max(settings.sequences)
     served = load(settings.model, max_num_seqs=most, max_model_len=settings.length)
     yield Group(labels={"measured": "texts"}, arms={"under the schema": partial(written, served, settings)})
-    endless = {"type": "array", "items": SCHEMA, "minItems": tokens}  # longer than the text may be
+    endless = {"type": "array", "items": SCHEMA, "minItems": settings.tokens}  # longer than the text may be
     for number in sorted(settings.sequences, reverse=True):
         if number < most:
             served = load(settings.model, max_num_seqs=number, max_model_len=settings.length)
-        half = number // 2
-        free, bound = (under(one, number, seed, tokens) for one in (None, endless))
-        long_free, long_bound = (under(one, half, seed + half, MOST_TOKENS) for one in (None, endless))
-        yield Group(
-            labels={"measured": f"all of {number}"},
-            arms=in_rounds(served, {"no grammar": (free, []), "a grammar": (bound, [])}),
-            baseline="no grammar",
-            rounds=settings.rounds,
-        )
-        if half:
-            beside = {"beside half without one": long_free, "beside half with one": long_bound, "alone": []}
-            yield Group(
-                labels={"measured": f"half of {number}, no grammar"},
-                arms=in_rounds(served, {name: (free[:half], others) for name, others in beside.items()}),
-                baseline="beside half without one",
-                rounds=settings.rounds,
-            )
-
-
-def in_rounds(model: Model, arms: Mapping[str, tuple[list[GenerationRequest], ...]]) -> dict[str, Any]:
-    """Return arms that measure in each round the speed of some requests beside others."""
-    return {name: partial(partial, speed, model, *each) for name, each in arms.items()}
+        arms = {}
+        for name, schema in (("no grammar", None), ("a grammar", endless)):
+            requests = under(schema, number, settings.seed, settings.tokens)
+            arms[name] = partial(partial, speed, served, requests)
+        labels = {"measured": f"all of {number}"}
+        yield Group(labels=labels, arms=arms, baseline="no grammar", rounds=settings.rounds)
 
 
 FIGURES = {
@@ -156,4 +125,3 @@ FIGURES = {
     "matching": Figure(header="matching, µs a token"),
     "speed": Figure(header="tokens/s", against="ratio"),
 }
-DOCUMENT = "evidence.md"

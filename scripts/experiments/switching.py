@@ -8,7 +8,6 @@ log-probability it gives them. What it takes is bytes of weights and caches of d
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ TEMPERATURE = 0.7
 RUN = 10  # tokens between two coins, the paper's least run
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -127,4 +125,3 @@ FIGURES = {
     "likely": Figure(header="log-probability, nats", against="difference"),
     "bytes": Figure(header="bytes", against="ratio"),
 }
-DOCUMENT = "evidence.md"

@@ -6,7 +6,6 @@ no target.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from scripts.measuring.states import prefilled
 CLIP = {"low": 0.1, "high": 2.0}  # of every law and rule
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     """Flags of the experiment."""
 
@@ -87,4 +85,3 @@ FIGURES = {
     "surprisal": Figure(header="surprisal, nats"),
     "temperature": Figure(header="temperature"),
 }
-DOCUMENT = "evidence.md"

@@ -2,7 +2,6 @@
 
 It is a file of `scripts/experiments`, whose docstring begins with the question:
 
-    @dataclass(frozen=True, kw_only=True)
     class Settings(Base):
         model: str = model()
         rows: int = setting(16, "rows of text", least=2, quick=2)
@@ -10,7 +9,6 @@ It is a file of `scripts/experiments`, whose docstring begins with the question:
     def groups(settings: Settings) -> Iterator[Group]: ...
 
     FIGURES = {"loss": Figure(header="loss, nats")}
-    DOCUMENT = "evidence.md"  # where there is one that shows the table
 
 Settings are flags of the command line: `rows` is `--rows`. Each is checked before `groups` is called, which loads the
 model. An arm is a function without arguments. Of quality it returns the figures of each row. Of time, in a group with
@@ -22,7 +20,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import pkgutil
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,18 +45,20 @@ class Figure:
 class Group:
     """Arms on the same rows, under `labels` that tell the group from others. `baseline` is one of the arms, or None.
 
-    With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row.
+    With `rounds` the arms are timed: they take turns for so many rounds, of which each is a row. Of arms that are
+    `timed` by themselves each row is a round too; those that were missed are tried again.
     """
 
     labels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arms: Mapping[str, Callable[[], Any]]
     baseline: str | None = None
     rounds: int | None = None
+    timed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A question, and how it is answered. `document` is the file of docs/ that shows the table.
+    """A question, and how it is answered.
 
     `plot` names the figures that a picture shows, one over the other, of the groups that have both.
     """
@@ -68,7 +67,6 @@ class Experiment:
     settings: type["Base"]
     groups: Callable[[Any], Iterator[Group]]
     figures: Mapping[str, Figure]
-    document: str | None = None
     plot: tuple[str, str] | None = None
 
 
@@ -113,11 +111,15 @@ def text() -> Any:
     return setting(..., "a tar archive of works, or a file of stories", kind="text")
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Base:
-    """What every experiment can be told."""
+    """What every experiment can be told. A class that derives from it is a frozen dataclass of more settings."""
 
     seed: int = setting(0, "of everything random", least=0)
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
         """Raise UsageError, one sentence, for a value that is out of range or names nothing."""
@@ -182,9 +184,8 @@ def settings_of(experiment: Experiment, given: Mapping[str, Any], quick: bool) -
 
 def names() -> list[str]:
     """Return the names of all experiments: files of `scripts/experiments`."""
-    from scripts import experiments
-
-    return sorted(one.name for one in pkgutil.iter_modules(experiments.__path__))
+    folder = Path(__file__).parents[1] / "experiments"
+    return sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__")
 
 
 def load_experiment(name: str) -> Experiment:
@@ -192,6 +193,5 @@ def load_experiment(name: str) -> Experiment:
     if name not in names():
         raise UsageError(f"There is no experiment {name}; choose one of {', '.join(names())}.")
     found = importlib.import_module(f"scripts.experiments.{name}")
-    question, document = str(found.__doc__).splitlines()[0], getattr(found, "DOCUMENT", None)
-    known = {"question": question, "document": document, "plot": getattr(found, "PLOT", None)}
+    known = {"question": str(found.__doc__).splitlines()[0], "plot": getattr(found, "PLOT", None)}
     return Experiment(settings=found.Settings, groups=found.groups, figures=found.FIGURES, **known)

@@ -2,19 +2,16 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float
 
 from scripts.measuring.experiment import Missed
 
-T = TypeVar("T")
-
 RESAMPLES = 10_000
 
 
-def matched(
+def matched[T](
     run: Callable[[float], tuple[float, T]],
     wanted: float,
     least: float,
@@ -22,6 +19,7 @@ def matched(
     *,
     within: float = 1e-3,
     start: float | None = None,
+    or_nearest: bool = False,
 ) -> tuple[float, T]:
     """Return the setting at which a budget is spent to within a part `within` of it, and what the run there gave.
 
@@ -29,9 +27,9 @@ def matched(
     does not rise. The search begins at `start`, where it is known to be near, and strides until the budget lies
     between two settings; between two the next is guessed on the line between them, by logarithms.
 
-    Raises Missed where no setting comes near enough, with the nearest.
+    Where no setting comes near enough, Missed is raised, with the nearest, or that one is returned if it will do.
     """
-    low, high, nearest = math.log(least), math.log(most), (math.inf, 0.0)
+    low, high, nearest = math.log(least), math.log(most), (math.inf, 0.0, 0.0)
     more, less = 1.0, 0.0  # spent at either end: all, and nothing
     at, stride = None if start is None else math.log(start), 0.05
     for _ in range(40):
@@ -40,17 +38,19 @@ def matched(
         spent, result = run(math.exp(at))
         if abs(spent - wanted) <= within * wanted:
             return math.exp(at), result
-        nearest = min(nearest, (abs(spent - wanted), spent))
+        nearest = min(nearest, (abs(spent - wanted), spent, math.exp(at)))
         if spent > wanted:
             low, more, ahead = at, spent, at + stride
         else:
             high, less, ahead = at, spent, at - stride
         strides = start is not None and (more == 1.0 or less == 0.0) and low < ahead < high
         at, stride = ahead if strides else None, 3 * stride
+    if or_nearest:
+        return nearest[2], run(nearest[2])[1]
     raise Missed(f"no setting from {least:g} to {most:g} spends {wanted:.4f}; the nearest is {nearest[1]:.4f}")
 
 
-def at_budget(
+def at_budget[T](
     run: Callable[[float, bool], T],
     figure: str,
     wanted: float,

@@ -1,6 +1,5 @@
 """The machine that figures come from, and Markdown tables."""
 
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -9,10 +8,7 @@ from typing import Any
 
 import jax
 
-from et_jax.io.files import replace_file
-
 REPOSITORY = Path(__file__).resolve().parents[2]
-RESULTS = REPOSITORY / "benchmarks/results"
 
 
 def machine() -> dict[str, Any]:
@@ -29,15 +25,8 @@ def machine() -> dict[str, Any]:
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def write(path: Path, script: str, settings: dict[str, Any], **results: Any) -> None:
-    """Write `results` as JSON, with the script, the machine and the settings they come from."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"script": script, "machine": machine(), "settings": settings} | results
-    replace_file(path, json.dumps(content, indent=1) + "\n")
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

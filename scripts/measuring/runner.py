@@ -65,14 +65,10 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two runs come from the same code, settings, weights, texts and kind of machine."""
-
-    def compared(run: Mapping[str, Any]) -> list[Any]:
-        place = {name: value for name, value in run["machine"].items() if name != "load_average"}
-        return [run["commit"], run["settings"], run["weights"], run["texts"], place]
-
-    return compared(one) == compared(other)
+def _origin(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What two runs of the same code, settings, weights, texts and kind of machine have in common."""
+    place = {name: value for name, value in run["machine"].items() if name != "load_average"}
+    return {name: run[name] for name in ("commit", "settings", "weights", "texts")} | {"machine": place}
 
 
 class Record:
@@ -88,7 +84,7 @@ class Record:
         for run in runs_of(path):
             if run["settings"] != known["settings"]:
                 self.others.append(run)
-            elif _same(run, known):
+            elif _origin(run) == _origin(known):
                 self.run = run
 
     def group(self, labels: Mapping[str, Any], baseline: str | None) -> dict[str, Any]:
@@ -124,14 +120,15 @@ def run(
     record = Record(path, name, experiment, provenance(settings))
     for group in experiment.groups(settings):
         kept = record.group(group.labels, group.baseline)
-        missing = {arm: given for arm, given in group.arms.items() if arm not in kept["arms"]}
+        done = {arm for arm, found in kept["arms"].items() if not (group.timed and "missed" in found)}
+        missing = {arm: given for arm, given in group.arms.items() if arm not in done}
         if not missing:
             continue
         # ratios are taken round by round, so arms that are timed are timed together
         measured = _one_by_one(missing) if group.rounds is None else _timed(group.arms, group.rounds)
         for arm, found in measured:
             kept["arms"][arm] = found
-            summarise(experiment, kept, timed=group.rounds is not None)
+            summarise(experiment, kept, timed=group.timed or group.rounds is not None)
             record.write()
             said = [f"{one} {value['value']:.4g}" for one, value in found.get("figures", {}).items()]
             report(" ".join([*map(str, group.labels.values()), arm, found.get("missed", ""), *said]))

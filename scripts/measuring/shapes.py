@@ -1,13 +1,20 @@
-"""Models to measure on, as shapes: weights are drawn at random where any are needed."""
+"""Models to measure on, as shapes, and folders of them with weights drawn at random."""
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
+import jax
 import numpy as np
+from jax.typing import DTypeLike
 
+from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import Calibration
+from et_jax.models.checkpoint import write_hugging_face
 from et_jax.models.config import ModelConfig
+from et_jax.models.transformer import initialise
 from et_jax.types import Table
-from scripts.measuring.experiment import Base, setting
 
 # Two layers that compile in a moment, with two query heads on each KV head.
 SMALL = ModelConfig(
@@ -68,16 +75,16 @@ def even_heads(model: ModelConfig) -> Calibration:
     return Calibration(sensitivity=Table(np.ones(shape, np.float32)))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shaped(Base):
-    """Flags of an experiment that times a model of random weights."""
+def random_folder(path: Path, config: ModelConfig, dtype: DTypeLike) -> Path:
+    """Return `path`, a model folder with random weights of a shape, and a tokenizer for it.
 
-    shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
-    layers: int = setting(0, "layers of the shape, 0 for all", least=0)
-    rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
-
-    def model_of(self, positions: int) -> ModelConfig:
-        """Return the configuration of the model, with room for so many positions."""
-        model = SHAPES[self.shape]
-        layers = self.layers or model.num_layers
-        return dataclasses.replace(model, num_layers=layers, windows=(None,) * layers, max_positions=positions)
+    That is the bundled one, with tokens that no text has for the rest of the vocabulary.
+    """
+    write_hugging_face(path, config, initialise(config, jax.random.key(0), dtype))
+    shutil.copy(bundled_folder() / "tokenizer_config.json", path)
+    tokenizer = json.loads((bundled_folder() / "tokenizer.json").read_text())
+    known = {*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    unknown = sorted({*range(config.vocab_size)} - known)
+    tokenizer["model"]["vocab"] |= {f"<unused {number}>": number for number in unknown}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path

@@ -1,4 +1,4 @@
-"""What rows amount to, the table of a run, and the parts of the documents that show such tables."""
+"""What rows amount to, the table or the picture of a run, and the parts of the documents that show them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.io.files import replace_file
+from et_jax.io.files import replace_file, replace_picture
 from scripts.measuring import paired
 from scripts.measuring.experiment import Experiment
-from scripts.measuring.plots import is_drawn
 from scripts.measuring.results import REPOSITORY, table
 
 DOCS = REPOSITORY / "docs"
+DOCUMENT = DOCS / "evidence.md"  # that shows the tables
 
 
 def summary(
@@ -98,14 +98,12 @@ def _compared(kind: str, found: Mapping[str, Any] | None) -> str | None:
 
 def origin(name: str, run: Mapping[str, Any]) -> str:
     """Return the line that says where figures come from."""
-    place, settings = run["machine"], ", ".join(f"{key} {_words(one)}" for key, one in run["settings"].items())
+    place = run["machine"]
+    words = {key: " ".join(map(str, one)) if isinstance(one, list) else one for key, one in run["settings"].items()}
+    settings = ", ".join(f"{key} {one}" for key, one in words.items())
     cpu = f"{place['processor']}, {place['cores']} cores"
     where = cpu if place["device"] == "cpu" else place["device"]
     return f"`python -m scripts.measure {name}` on {where}, jax {place['jax']} ({settings})."
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
@@ -115,27 +113,54 @@ def part(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -
 
 def illustrated(name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]) -> str:
     """Return what a document shows of runs: pictures, and tables of what no picture shows."""
-    drawn = {place: run for run, place in pictures(name, experiment, runs)}
     said = []
     for run in runs:
         said.append(origin(name, run))
-        said += [f"![{experiment.question}]({place})" for place, one in drawn.items() if one is run]
-        listed = [group for group in run["groups"] if not is_drawn(experiment, group)]
-        if listed:
+        if place := picture(name, experiment, run):
+            said.append(f"![{experiment.question}]({place})")
+        if listed := [group for group in run["groups"] if not is_drawn(experiment, group)]:
             said.append(shown(experiment, {**run, "groups": listed}))
     return "\n\n".join(said)
 
 
-def pictures(
-    name: str, experiment: Experiment, runs: Sequence[Mapping[str, Any]]
-) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the runs that have a picture, with its file in docs/."""
-    found = []
-    for run in runs:
-        if any(is_drawn(experiment, group) for group in run["groups"]):
-            of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
-            found.append((run, f"figures/{name}-{of}.png"))
-    return found
+def picture(name: str, experiment: Experiment, run: Mapping[str, Any]) -> str | None:
+    """Return the file in docs/ of a run's picture, None where it has none."""
+    if not any(is_drawn(experiment, group) for group in run["groups"]):
+        return None
+    of = "-".join(Path(str(run["settings"][one])).name for one in ("model", "length") if one in run["settings"])
+    return f"figures/{name}-{of}.png"
+
+
+def is_drawn(experiment: Experiment, group: Mapping[str, Any]) -> bool:
+    """Return whether a group has both figures of the experiment's plot, so that a picture shows it."""
+    return experiment.plot is not None and all(
+        set(experiment.plot) <= arm.get("figures", {}).keys() for arm in group["arms"].values()
+    )
+
+
+def draw(experiment: Experiment, run: Mapping[str, Any], path: Path) -> None:
+    """Draw the groups of a run that are drawn: a line for each kind of arm, which is named by kind, space and setting.
+
+    The vertical axis is logarithmic.
+    """
+    from matplotlib.figure import Figure
+
+    assert experiment.plot is not None
+    x, y = experiment.plot
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for group in run["groups"]:
+        for name, arm in group["arms"].items() if is_drawn(experiment, group) else ():
+            at = arm["figures"][x]["value"], arm["figures"][y]["value"]
+            if at[1] > 0:  # what the others are compared with is 0 everywhere
+                curves.setdefault(name.rpartition(" ")[0], []).append(at)
+    figure = Figure(figsize=(7, 4.5), layout="tight")
+    axis = figure.add_subplot()
+    for (name, points), marker in zip(curves.items(), "osv^<>DPX*hd" * 4, strict=False):
+        axis.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=5, label=name)
+    axis.set(xlabel=experiment.figures[x].header, ylabel=experiment.figures[y].header, yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    replace_picture(path, figure)
 
 
 def insert(document: Path, name: str, text: str) -> None:

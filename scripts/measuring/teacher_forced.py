@@ -71,12 +71,11 @@ class Scores:
         return {name: np.asarray(getattr(self, name), np.float64).mean(axis=1) for name in names}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Forced(Base):
     """Flags of an experiment that runs a model on the last tokens of rows of text."""
 
     model: str = experiment.model()
-    text: Path = experiment.text()  # noqa: RUF009
+    text: Path = experiment.text()
     rows: int = setting(16, "rows of text", least=2, quick=2)
     length: int = setting(0, "tokens of a row, 0 for the model's context", least=0, quick=161)
     measured: int = setting(256, "the last tokens of a row, which are measured", least=4, quick=12)
@@ -172,10 +171,8 @@ class TeacherForced:
         """The scores of the rows of one part."""
         key = jax.tree.structure(config.controller), config.compression, keep, tuple(given)
         if key not in self._programs:
-            self._programs[key] = (
-                decoder(config),
-                jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1),
-            )
+            scan = jax.jit(in_float32(partial(self._scan, config, keep)), donate_argnums=1)
+            self._programs[key] = decoder(config), scan
         bound, scan = self._programs[key]
         reading = part, config.keeps, config.compression, config.by_mass_of
         if reading not in self._started:
@@ -188,8 +185,9 @@ class TeacherForced:
         true = self.dense_log_probs[part] if part < len(self.dense_log_probs) else None
         following = self.rows[index, self.start + 1 :]
         found: list[Scores] = []
-        for begin, end in self._stretches(config):
-            if begin in self._points(config):
+        points = self._points(config)
+        for begin, end in itertools.pairwise(sorted({0, *points, self.measured[1]})):
+            if begin in points:
                 for slot in range(self.batch):
                     state, _ = bound.compress(state, slot)
             cut = slice(begin, end)
@@ -214,11 +212,6 @@ class TeacherForced:
             found.add(point - self.start)
             shift = point - room
         return found
-
-    def _stretches(self, config: DecoderConfig) -> list[tuple[int, int]]:
-        """The measured tokens in stretches between compressions."""
-        edges = sorted({0, *self._points(config), self.measured[1]})
-        return list(itertools.pairwise(edges))
 
     def _scan(
         self,

@@ -1,7 +1,7 @@
 """Arms timed in turns: what slows the machine for a while slows them alike, and ratios are taken round by round."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,15 +18,11 @@ def in_turns(arms: Mapping[str, Round], rounds: int) -> dict[str, dict[str, list
     """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in arms}
     for number in range(rounds + 1):
-        for name in _order(list(arms), number):
+        for name in list(arms)[:: -1 if number % 2 else 1]:
             figures = arms[name]()
             for figure, one in figures.items() if number else ():
                 found[name].setdefault(figure, []).append(float(one))
     return found
-
-
-def _order(names: list[str], number: int) -> Iterator[str]:
-    return reversed(names) if number % 2 else iter(names)
 
 
 def seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from et_jax.errors import UsageError
+from scripts.peers.gguf_file import written_once
 
 NEEDS = {"et_jax": "et_jax", "llama.cpp": "llama_cpp", "transformers": "torch, transformers"}
 INSTALLED_AS = {"et_jax": ".", "llama.cpp": "llama-cpp-python", "transformers": "torch transformers"}
@@ -36,8 +37,6 @@ class Engine:
     def load(self, model: str, form: str, batch: int, length: int, **settings: Any) -> None:
         """Have it load a folder's weights in a form, for `batch` sequences of at most `length` tokens."""
         if self.engine == "llama.cpp" and not model.endswith(".gguf"):
-            from scripts.peers.gguf_file import written_once  # which needs gguf
-
             model = str(written_once(Path(model), form))
         self._ask("load", model=model, form=form, batch=batch, length=length, **settings)
 

@@ -25,8 +25,6 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
 }
-
-
 FORMS = {"float32": "F32", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 """The forms of matrices that peers compare, and what this format calls them."""
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from et_jax.models.calibration import write_calibration
+from scripts.chip import cases, processes
 from scripts.measuring import experiment, runner
-from scripts.measuring.random_folder import random_folder
 from scripts.measuring.results import REPOSITORY
-from scripts.measuring.shapes import SMALL, even_heads
+from scripts.measuring.shapes import SMALL, even_heads, random_folder
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -121,6 +121,23 @@ def every_round(run):
 
 
 peers = presets = every_round
+
+
+def chip(run):
+    """Each case has its rounds; the median is shown with the least and the greatest."""
+    [group] = run["groups"]
+    for arm in group["arms"].values():
+        least, median, greatest = sorted(arm["rows"]["milliseconds"])
+        shown = arm["figures"]["milliseconds"]
+        assert 0 < least == shown["low"] and median == shown["value"] and greatest == shown["high"]
+        assert 0 < arm["rows"]["share_read"] <= 1
+    assert group["arms"]["certified"]["rows"]["tolerance"] > 0
+
+
+def test_a_process_that_fails_says_why_last():
+    case = cases.Case(engine="decode", shape="none", rows=1, tokens=64)
+    found = list(processes.measured(cases.Settings(), [case, case]))
+    assert found == [{"error": "KeyError: 'none'"}, {"error": "its process ended with 0"}]
 
 
 def signals(run):

@@ -30,6 +30,8 @@ def test_a_budget_is_met_to_a_thousandth(wanted, near):
 def test_a_budget_that_no_setting_spends_is_told_with_the_nearest():
     with pytest.raises(Missed, match=r"no setting from 1e-07 to 1000 spends 0.5000; the nearest is 0.6000"):
         matched(lambda setting: (0.6 if setting < 1 else 0.2, None), 0.5, 1e-7, 1e3)
+    setting, spent = matched(lambda one: (0.6 if one < 1 else 0.2,) * 2, 0.5, 1e-7, 1e3, or_nearest=True)
+    assert setting < 1 and spent == 0.6
 
 
 def test_an_interval_of_a_mean_is_as_wide_as_its_error():

@@ -1,8 +1,8 @@
 """The runner of experiments on arms whose figures are known: pairing, resuming, provenance, refusals, tables."""
 
+import dataclasses
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,9 @@ from scripts.measuring.experiment import Base, Experiment, Figure, Group, Missed
 LOSSES = {"dense": [1.0, 2.0, 4.0, 1.0], "less": [2.0, 3.0, 4.0, 3.0], "half": [0.5, 1.0, 2.0, 0.5]}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Settings(Base):
     model: str = experiment.model()
-    text: Path = experiment.text()  # noqa: RUF009
+    text: Path = experiment.text()
     rows: int = setting(4, "rows", least=2, most=100, quick=3)
     shares: tuple[float, ...] = setting((0.5,), "shares", least=0.0)
     way: str = setting("greedy", "way", choices=("greedy", "sampled"))
@@ -88,6 +87,20 @@ def test_an_arm_in_the_file_is_not_measured_again(plain, text, tmp_path, calls):
         for arm in found["groups"][0]["arms"].values():
             arm.pop("seconds")
     assert again["groups"][0]["arms"] == first["groups"][0]["arms"]
+
+
+def test_an_arm_that_is_timed_by_itself_is_tried_again_after_it_failed(plain, text, tmp_path, calls):
+    """Its rows are rounds: their median is shown."""
+
+    def groups(settings):
+        for group in plain.groups(settings):
+            yield dataclasses.replace(group, timed=True)
+
+    timed = dataclasses.replace(plain, groups=groups)
+    for _ in range(2):
+        arms = run(timed, tmp_path / "timed.json", text)["groups"][0]["arms"]
+    assert (calls["dense"], calls["never"]) == (1, 2)
+    assert arms["dense"]["figures"]["loss"] == {"value": 1.5, "low": 1.0, "high": 4.0}
 
 
 def test_the_file_has_every_arm_that_was_measured_before_an_error(plain, text, tmp_path, monkeypatch):
@@ -159,8 +172,9 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
     """As `python -m scripts.measure --tables` writes them."""
     for name in experiment.names():
         found, path = experiment.load_experiment(name), measure.RESULTS / f"{name}.json"
-        if found.document is not None and path.exists():
-            document = (tables.DOCS / found.document).read_text(encoding="utf-8")
+        document = tables.DOCUMENT.read_text(encoding="utf-8")
+        assert document.count(f"<!-- {name}: begin -->\n") == document.count(f"<!-- {name}: end -->") == 1, name
+        if path.exists():
             part = tables.illustrated(name, found, runs := runner.runs_of(path))
-            assert all((tables.DOCS / place).exists() for _, place in tables.pictures(name, found, runs))
+            assert all((tables.DOCS / place).exists() for one in runs if (place := tables.picture(name, found, one)))
             assert f"<!-- {name}: begin -->\n\n{part}\n\n<!-- {name}: end -->" in document, name
