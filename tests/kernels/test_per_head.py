@@ -8,19 +8,8 @@ import pytest
 from et_jax.control.bisect import above_threshold
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.select import (
-    ActiveSet,
-    Certified,
-    Guarded,
-    Quest,
-    SinksWindow,
-    TopMass,
-    chord_bounds,
-    coded_bounds,
-)
-from et_jax.control.select import (
-    PerHead as ToleranceOfHeads,
-)
+from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, TopMass, chord_bounds, coded_bounds
+from et_jax.control.select import PerHead as ToleranceOfHeads
 from et_jax.control.selector import as_selector
 from et_jax.decode.attention.blocks import LayerKind
 from et_jax.decode.attention.selection import Fallback, SelectorInputs, selected_blocks, selection_of

@@ -4,18 +4,7 @@ import jax
 import numpy as np
 import pytest
 from decoders import made
-from small_model import (
-    CHUNK,
-    PROMPTS,
-    fill,
-    prompt,
-    request,
-    run,
-    same_bits,
-    start,
-    texts,
-    weights,
-)
+from small_model import CHUNK, PROMPTS, fill, prompt, request, run, same_bits, start, texts, weights
 
 from et_jax.serve.chunks import pack
 

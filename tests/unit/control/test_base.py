@@ -5,17 +5,7 @@ import numpy as np
 import pytest
 from drawn_blocks import blocks
 
-from et_jax.control.base import (
-    Chain,
-    ControlState,
-    Law,
-    Signals,
-    chain,
-    one_like,
-    started,
-    updated,
-    with_record,
-)
+from et_jax.control.base import Chain, ControlState, Law, Signals, chain, one_like, started, updated, with_record
 from et_jax.control.clock import FallClock, RecordClock
 from et_jax.control.guards import Saturation
 from et_jax.control.priority import EntropyDrift

@@ -17,13 +17,7 @@ from test_checkpoint import CONFIG as SHAPE
 from test_checkpoint import random_params
 
 from et_jax.errors import UsageError
-from et_jax.models.checkpoint import (
-    assemble,
-    check_weights,
-    load,
-    stored_dtype,
-    write_hugging_face,
-)
+from et_jax.models.checkpoint import assemble, check_weights, load, stored_dtype, write_hugging_face
 from et_jax.models.encodings import Mxfp4, encoding_of
 from et_jax.models.weights import Int8, is_weight, to_int8
 
