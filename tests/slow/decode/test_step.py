@@ -1,4 +1,4 @@
-"""A step: what it reads, reports and refuses, and what laws, rules and priorities make of it."""
+"""A step: what it reads, reports and refuses, when decoding stops, and what laws, rules and priorities make of it."""
 
 import functools
 import itertools
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from decoders import made, row_of
 from small_model import (
+    CHUNK,
     MODEL,
     PAGE,
     PROMPTS,
@@ -16,6 +17,7 @@ from small_model import (
     fill,
     paged_texts,
     prompt,
+    request,
     run,
     same_bits,
     start,
@@ -26,6 +28,7 @@ from small_model import (
 
 from et_jax.decode import decoder as decoding
 from et_jax.models.weights import Dense
+from et_jax.serve.chunks import pack
 from et_jax.types import replace
 
 
@@ -172,3 +175,38 @@ def test_a_law_and_a_temperature_rule_of_ones_own_set_the_temperature_but_of_a_g
     np.testing.assert_array_equal(rows[2].temperature, 0)
     np.testing.assert_array_equal(rows[2].signals.tempered_entropy, 0)
     assert rows[2].token.tolist() == text_of(made("plain"), params, 2, PROMPTS[2], temperature=0.0)
+
+
+def test_decoding_stops_when_no_sequence_is_active_or_one_ends_where_that_is_asked():
+    d, params = made("plain"), weights()
+    for until_end, expected in ((True, 2), (False, 9)):
+        state = d.insert(d.empty(), 0, request(5, limit=2))
+        state = d.insert(state, 1, request(6, limit=9))
+        state, output, ran = d.decode((params,), state, 32, np.bool_(until_end))
+        assert int(ran) == expected and output.finished[:2, 0, 0].tolist() == [False, True]
+    _, _, ran = d.decode((params,), state, 32)
+    assert int(ran) == 0
+    assert not start(d, params, d.empty(), 1, PROMPTS[0], limit=0).active.any()
+
+
+def test_what_is_refused_or_of_no_tokens_changes_nothing_and_a_fork_of_full_pages_needs_none():
+    """It has a future of its own."""
+    d, params = made("plain"), weights()
+    state = fill(d, params, d.empty(), 0, prompt(4, 60))
+    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
+    assert int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.fork(state, 1, 2)
+    assert not granted and same_bits(state, before)
+    for slot, tokens in ((2, range(CHUNK)), (1, [])):
+        state, granted = d.prefill((params,), state, *pack(d.config, [(slot, tokens)]))
+        assert granted.all() == (slot == 1) and same_bits(state, before)
+    state, granted = d.write_row(state, 2, jax.device_get(d.read_row(state, 1)))
+    assert not granted and same_bits(state, before)
+    assert not any(np.asarray(layer.pages[:, 0]).any() for layer in state.plants[0].cache.layers)  # the null page
+    state = d.release(state, 1)
+    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
+    state, granted = d.fork(state, 1, 2)
+    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
+    _, rows = run(d, params, d.release(state, 0))
+    assert len(rows[1].token) == len(rows[2].token) == 12 and texts(rows)[1] != texts(rows)[2]
