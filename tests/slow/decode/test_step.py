@@ -6,14 +6,17 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decoders import made, row_of
 from small_model import (
     CHUNK,
     MODEL,
     PAGE,
     PROMPTS,
     VOCABULARY,
+    a_little_warmer,
+    by_entropy,
+    configuration,
     dense,
+    even_blocks,
     fill,
     paged_texts,
     prompt,
@@ -26,10 +29,37 @@ from small_model import (
     weights,
 )
 
+from et_jax.control.base import chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
+from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.models.weights import Dense
 from et_jax.serve.chunks import pack
 from et_jax.types import replace
+
+
+@functools.cache
+def made(name: str) -> decoding.Decoder:
+    """The decoder of this name."""
+    own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
+    sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
+    changes = {
+        "plain": {},
+        "sparse": {"controller": sparse},
+        "own": {"controller": own},
+    }
+    return decoding.decoder(configuration(**changes[name]))
+
+
+def row_of(state, slot: int):
+    """Everything of one slot but the count of its waiting and the score that waiting changes."""
+    fields = ("token", "length", "generated", "limit", "active", "arrival", "sampling", "signals")
+    rows = {name: getattr(state, name) for name in fields}
+    rows |= {name: x for name, x in vars(state.control).items() if name not in ("wait", "priority")}
+    return jax.tree.map(
+        lambda x: np.array(x[slot]), rows | {"pages": state.table.pages, "blocks": state.table.num_blocks}
+    )
 
 
 def opened_blocks(length_of_prompt: int):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stored_tokens import LARGEST, as_stored
+from dense import LARGEST, as_stored
 
 from et_jax.decode.attention import summaries
 from et_jax.decode.cache import eight_bits, kv

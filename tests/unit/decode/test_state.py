@@ -5,8 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import even_blocks
-from small_model import CHUNK, MODEL, OTHER, configuration, weights
+from small_model import CHUNK, MODEL, OTHER, configuration, even_blocks, weights
 
 from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
