@@ -4,7 +4,7 @@ import time
 
 import jax
 import pytest
-from reopened import SIZES, bits, reopened
+from reopened import bits, reopened
 
 from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PROMPT = "It was in the spring of that year"
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SIZES)
 
 
 def block_bytes(model) -> int:
@@ -36,21 +31,21 @@ def weight_bytes(model, completions) -> float:
     return sum(one.cost for one in completions) - own
 
 
-def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model):
+def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(six_slots):
     """With ends, stop strings in mid-burst and more sequences than rows, swapped between two replicas."""
-    served = reopened(model, preempt_every=2, replicas=2)
+    served = reopened(six_slots, preempt_every=2, replicas=2)
     kinds = [{}, {"max_tokens": 3}, {"stop": ("e", "a")}, {"temperature": 0.0}, {"n": 2}, {"stop": (" ",)}]
     requests = [
         GenerationRequest(prompt=PROMPT[i:], params=replace(LONG, seed=i, **kind)) for i, kind in enumerate(kinds)
     ]
     done = served.generate(requests)
-    charged = weight_bytes(model, done) + served.metrics.idle_cost
-    assert charged == pytest.approx(served.metrics.steps * num_bytes(model.params), rel=1e-12)
+    charged = weight_bytes(six_slots, done) + served.metrics.idle_cost
+    assert charged == pytest.approx(served.metrics.steps * num_bytes(six_slots.params), rel=1e-12)
     assert served.metrics.cost == pytest.approx(sum(one.cost for one in done))
     idle_rows = 4 * served.metrics.steps - sum(len(one.token_ids) for one in done)
     assert (served.metrics.step_rows, served.metrics.idle_rows) == (4 * served.metrics.steps, idle_rows)
-    if model.params.head is None:
-        per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
+    if six_slots.params.head is None:
+        per_row = 2 * (num_bytes(six_slots.params) // six_slots.params.embedding.dtype.itemsize)
         assert served.metrics.idle_flops == idle_rows * per_row
 
 

@@ -53,17 +53,6 @@ def test_a_call_cancelled_amid_its_submissions_returns_the_best_of_those_submitt
     assert (found.text, found.cost, found.flops) == ("ab", 5 * 10.0, 5 * 20.0)  # of the five tokens of both
 
 
-def test_several_share_the_cost_of_those_that_are_not_returned():
-    params, chooser = SamplingParams(n=2, best_of=4), BestOf()
-    chooser._asked[0] = params
-    ended = [completion("It", text, index) for index, text in enumerate(("ab", "cd", "efgh", "ijkl"))]
-    events = (TokenEvent(prompt_index=0, index=one.index, text="", trace=None, completion=one) for one in ended)
-    found = [event.completion for event in chooser.chosen(events) if event.completion]
-    assert [one.cost for one in found] == [10.0 * (2 + 4)] * 2
-    totals = Totals.of(found)
-    assert (totals.cost, totals.flops) == (12 * 10.0, 12 * 20.0)
-
-
 def test_fewer_than_are_returned_is_refused():
     with pytest.raises(UsageError, match=r"best_of is 2; it must be 1 \(off\), or at least n, 3\."):
         SamplingParams(n=3, best_of=2)
