@@ -6,18 +6,10 @@ import re
 
 import jsonschema
 import pytest
+from served import SCHEMA
 
 from et_jax.generate import main
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["north", "south"]},
-        "hours": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["name", "hours"],
-    "additionalProperties": False,
-}
 STRICT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
 GOOD = [{"response_format": STRICT}, {"regex": "[0-9]{2}:[0-5][0-9]"}, {"choice": ["yes", "no", "not yet"]}]
 BAD = [

@@ -6,6 +6,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exact import log_softmax, surprisal_moments
 from small_model import (
     CHUNK,
     MODEL,
@@ -110,24 +111,17 @@ def test_the_signals_are_those_of_the_dense_logits():
         at = np.arange(len(tokens) - 1, len(tokens) + len(written) - 1)
         logits = dense(weights(), MODEL, tokens + written.tolist())[0][at]
 
-        def moments(z):
-            z = z - z.max(axis=-1, keepdims=True)
-            p = np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
-            surprisal = np.where(p > 0, -np.log(np.where(p > 0, p, 1)), 0)
-            mean = (p * surprisal).sum(axis=-1)
-            return mean, (p * (surprisal - mean[:, None]) ** 2).sum(axis=-1), surprisal
-
-        entropy, varentropy, surprisal = moments(logits)
-        warm = moments(logits / temperature)
+        entropy, varentropy = surprisal_moments(logits)
+        warm = surprisal_moments(logits, temperature)
         ranked = np.sort(logits, axis=-1)
         clear = ranked[:, -20] - ranked[:, -21] > 1e-4  # elsewhere float32 may keep another token
-        cut = moments(np.where(logits >= ranked[:, -20:-19], logits / temperature, -np.inf))
+        cut = surprisal_moments(np.where(logits >= ranked[:, -20:-19], logits / temperature, -np.inf))
         close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
         close(signals.entropy, entropy)
         close(signals.entropy_low, entropy)
         close(signals.entropy_high, entropy)
         close(signals.varentropy, varentropy)
-        close(signals.surprisal, surprisal[np.arange(len(written)), written])
+        close(signals.surprisal, -log_softmax(logits)[np.arange(len(written)), written])
         close(signals.margin, np.diff(np.sort(logits, axis=-1)[:, -2:], axis=-1)[:, 0])
         close(signals.tempered_entropy, warm[0])
         close(signals.tempered_varentropy, warm[1])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from dense import dense_logits
+from exact import log_softmax, surprisal_moments
 from places import GOLDEN
 from small_model import CHUNK, MODEL, PAGE, configuration, prompt, weights
 
@@ -25,11 +26,7 @@ def read(model, params, prefix, texts):
 def expected(logits, ids):
     """By definition, from the logits after each token but the last."""
     z = np.asarray(logits, np.float64)[:-1]
-    log_probs = z - np.log(np.sum(np.exp(z - z.max(1, keepdims=True)), 1, keepdims=True)) - z.max(1, keepdims=True)
-    p = np.exp(log_probs)
-    entropy = -(p * log_probs).sum(1)
-    varentropy = (p * (log_probs + entropy[:, None]) ** 2).sum(1)
-    return np.stack([log_probs[np.arange(len(z)), ids[1:]], entropy, varentropy, z.argmax(1)])
+    return np.stack([log_softmax(z)[np.arange(len(z)), ids[1:]], *surprisal_moments(z), z.argmax(1)])
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
