@@ -19,26 +19,21 @@ PROMPTS = ["It was late in the evening when", "The guests were these:", "He said
 TURNS = {"name": "bundled", "small": "bundled-small", "max_model_len": 96}
 
 
-def asked(taus: list[float]) -> list[GenerationRequest]:
-    """Requests of several kinds, each with a bound of its own."""
-    kinds = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.2, "n": 2}]
-    return [
-        GenerationRequest(
-            prompt=prompt,
-            params=SamplingParams(**({"max_tokens": 24, "ignore_eos": True} | kinds[i % 3])),
-            control={"tau": tau},
-        )
-        for i, (prompt, tau) in enumerate(zip(PROMPTS, taus, strict=True))
-    ]
-
-
 @pytest.fixture(scope="module")
 def guarded():
     return et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
 
 
 def test_both_speak_and_every_request_has_its_own_bound(guarded):
-    requests = asked([5.0, 5.5, 4.5, 1e9])
+    kinds = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.2, "n": 2}]
+    requests = [
+        GenerationRequest(
+            prompt=prompt,
+            params=SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | kinds[i % 3]),
+            control={"tau": tau},
+        )
+        for i, (prompt, tau) in enumerate(zip(PROMPTS, (5.0, 5.5, 4.5, 1e9), strict=True))
+    ]
     together = guarded.generate(requests)
     shares = [done.to_dict()["entropic"]["small_share"] for done in together]
     assert any(0 < share < 1 for share in shares[:4]) and shares[-1] == 1.0
