@@ -51,13 +51,6 @@ def room_of(d: decoding.Decoder) -> int:
     return d.config.layout.region * PAGE
 
 
-def shift_of(state: DecodeState) -> jax.Array:
-    """How many tokens every slot's cache has left out."""
-    shift = known(state).shift
-    assert shift is not None
-    return shift
-
-
 def known(state: DecodeState) -> PlantState:
     """What the state knows of compression."""
     return state.plants[0]
@@ -78,7 +71,8 @@ def step(d, params, state, slots: dict[int, int]):
     for slot, num_prompt in slots.items():
         if int(state.length[slot]) in points(d, num_prompt):
             state, granted = d.compress(state, slot)
-            assert granted and int(state.length[slot] - shift_of(state)[slot]) == room_of(d)
+            shift = known(state).shift
+            assert granted and shift is not None and int(state.length[slot] - shift[slot]) == room_of(d)
     return d.step((params,), state)
 
 

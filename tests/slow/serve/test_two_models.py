@@ -19,12 +19,8 @@ PROMPTS = ["It was late in the evening when", "The guests were these:", "He said
 TURNS = {"name": "bundled", "small": "bundled-small", "max_model_len": 96}
 
 
-@pytest.fixture(scope="module")
-def guarded():
-    return et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
-
-
-def test_both_speak_and_every_request_has_its_own_bound(guarded):
+def test_both_speak_and_every_request_has_its_own_bound():
+    guarded = et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
     kinds = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.2, "n": 2}]
     requests = [
         GenerationRequest(
