@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import ATTENTION, BLOCK, CODE, PREFILL
 from jaxtyping import TypeCheckError
@@ -119,23 +117,6 @@ def test_there_is_a_sink_for_every_query_head_or_none():
         sinks.require_heads(6)
     with pytest.raises((ValueError, TypeCheckError)):
         Softmax(scale=1.0, sink_logits=jnp.zeros((4, 1)))
-
-
-def test_only_the_sinks_are_traced():
-    """Other sinks are the same program, another window is another one."""
-    traced = []
-
-    @jax.jit
-    def scaled(softmax: Softmax):
-        traced.append(softmax.window)
-        assert softmax.sink_logits is not None
-        return softmax.scale * softmax.sink_logits
-
-    for window, sink in ((None, 1.0), (None, 2.0), (3, 1.0)):
-        softmax = Softmax(scale=0.5, window=window, sink_logits=jnp.full(2, sink))
-        np.testing.assert_array_equal(scaled(softmax), [sink / 2] * 2)
-    assert traced == [None, 3]
-    assert jax.tree.leaves(softmax.without_sinks) == [] and softmax.without_sinks == Softmax(scale=0.5, window=3)
 
 
 @pytest.mark.parametrize(
