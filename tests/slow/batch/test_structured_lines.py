@@ -1,4 +1,4 @@
-"""Lines of a batch file, some with a grammar, good or bad: none ends or changes another."""
+"""Three hundred lines of a batch file, some with a grammar, good or bad: none ends or changes another."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def holds(line, said: str) -> bool:
 
 @pytest.mark.usefixtures("hardly_optimised")
 def test_a_line_with_a_grammar_ends_and_changes_no_other(tmp_path):
-    kinds = [*GOOD * 5, *BAD, *[{"max_tokens": 20}] * 15]
+    kinds = [*GOOD * 33, *BAD * 7, *[{"max_tokens": 12}] * 96]
     random.Random(0).shuffle(kinds)
     lines = [{"id": str(i), "prompt": ("It was", "No")[i % 2], "seed": i} | own for i, own in enumerate(kinds)]
     rows = answered(tmp_path, "mixed", lines)
