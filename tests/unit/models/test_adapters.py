@@ -146,6 +146,7 @@ TENSORS = {
     "embedding": ({f"{PREFIX}model.embed_tokens.weight": (160, 32)}, "save_embedding_layers=False"),
     "tied": ({f"{PREFIX}lm_head.lora_A.weight": (2, 32)}, "ties to its embedding"),
     "other": ({f"{PREFIX}model.layers.7.self_attn.q_proj.lora_A.weight": (2, 32)}, "which this llama model has not"),
+    "vision": ({f"{PREFIX}vision.{Q}.lora_A.weight": (2, 32)}, "which this llama model has not"),
     "half": ({f"{PREFIX}{Q}.lora_A.weight": (2, 32)}, "A or B alone"),
     "none": ({}, "holds no matrix"),
 }
