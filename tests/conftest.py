@@ -33,7 +33,7 @@ SLOW = Path(__file__).parent / "slow"
 # Begun first, though they have few tests: a long file that is begun last leaves the other processes idle.
 LONG = {
     *("test_readme.py", "test_experiments.py", "test_ray.py"),
-    *("test_sharded.py", "test_kept_programs.py", "test_abandoned.py", "test_stacked.py"),
+    *("test_kept_programs.py", "test_abandoned.py", "test_stacked.py"),
     *("test_drafts.py", "test_request_control.py", "test_loop.py", "test_killed.py"),
 }
 

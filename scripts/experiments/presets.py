@@ -1,7 +1,7 @@
 """Does a preset that reads a part of the blocks save time on a real model, by the length of the context?
 
-The model continues parts of a text greedily. The presets take turns, and each chooses blocks at every length. Counted is
-the time of `Model.generate` less that of its first two tokens, with traces; what a prompt takes is not.
+The model continues parts of a text greedily. The presets take turns, and each chooses blocks at every length. What is
+timed is `Model.generate`, less its first two tokens, so that what a prompt takes is left out.
 """
 
 import time

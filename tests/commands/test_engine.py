@@ -2,11 +2,13 @@
 
 import collections
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense import dense_logits
+from exact import log_softmax, surprisal_moments
 from places import GOLDEN
 
 from et_jax.models.calibration import Calibration, write_calibration
@@ -64,11 +66,8 @@ def test_a_stop_string_or_id_ends_the_text_and_an_end_token_may_be_ignored(model
 def test_alternatives_are_the_likeliest_of_the_dense_model_in_order(model):
     completion = model.generate(ONCE, max_tokens=12, logprobs=5, seed=3)[0]
     tokens = model.tokenizer.encode(ONCE)
-    logits = np.asarray(
-        dense_logits(model.config, model.params, np.int32([[*tokens, *completion.token_ids]])), np.float64
-    )
-    logits = logits[0, len(tokens) - 1 : -1]
-    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    logits = dense_logits(model.config, model.params, np.int32([[*tokens, *completion.token_ids]]))
+    logprobs = log_softmax(logits[0, len(tokens) - 1 : -1])
     for row, expected in zip(completion.trace, logprobs, strict=True):
         likeliest = np.argsort(-expected, kind="stable")[:5]
         assert [token for token, _ in row.top] == likeliest.tolist()
@@ -97,19 +96,13 @@ def test_penalties_count_what_was_written(model):
     assert len({*barred.token_ids, *tokens}) == len(tokens) + 40  # no token of prompt or text comes twice
 
 
-def calibrated(folder, to, **measured) -> engine.Model:
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    write_calibration(to, Calibration(**measured), {})
-    return opened(to, max_num_seqs=3, prefill_batch=32)
-
-
 @pytest.mark.slow
 def test_a_calibrated_model_measures_its_entropy_at_that_temperature(folder, model, tmp_path):
-    scaled = calibrated(folder, tmp_path, temperature=1.5)
+    copy = shutil.copytree(folder, tmp_path / "model")
+    write_calibration(copy, Calibration(temperature=1.5), {})
+    scaled = opened(copy, max_num_seqs=3, prefill_batch=32)
     got, plain = (m.generate(ONCE, max_tokens=6, temperature=0.0)[0] for m in (scaled, model))
     assert got.token_ids == plain.token_ids and got.logprobs == pytest.approx(plain.logprobs, abs=1e-5)
     tokens = [*model.tokenizer.encode(ONCE), *plain.token_ids]
-    logits = np.asarray(dense_logits(model.config, model.params, jnp.asarray([tokens]))[0, -7:-1], np.float64) / 1.5
-    p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
-    np.testing.assert_allclose([row.entropy for row in got.trace], -(p * np.log(p)).sum(-1), atol=1e-3)
+    logits = dense_logits(model.config, model.params, jnp.asarray([tokens]))[0, -7:-1]
+    np.testing.assert_allclose([row.entropy for row in got.trace], surprisal_moments(logits, 1.5)[0], atol=1e-3)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a Ray that is there, and ends the test when it is asked for a cluster."""
     monkeypatch.setattr(cluster, "ray", lambda: None)
     monkeypatch.setattr(cluster, "connected", None)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    path = tmp_path / "in"
-    path.mkdir()
-    for shard in range(2):
-        (path / f"s{shard}.jsonl").write_text(json.dumps({"id": f"r{shard}", "prompt": "It was"}) + "\n")
-    return path
 
 
 def said(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
@@ -55,11 +45,14 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path, monkeypa
     assert [file.name for file in tmp_path.iterdir()] == ["tables"]
 
 
-def test_the_output_of_another_job_is_refused_and_stays(tmp_path, source, monkeypatch, capfd):
+def test_the_output_of_another_job_is_refused_and_stays(tmp_path, monkeypatch, capfd):
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for shard in range(2):
+        (source / f"s{shard}.jsonl").write_text(json.dumps({"id": f"r{shard}", "prompt": "It was"}) + "\n")
     monkeypatch.setattr(cluster, "check_room", lambda *_: None)
     monkeypatch.setattr(folder, "_serve", lambda *_: None)
     monkeypatch.setattr(cluster, "connected", lambda *_, **__: contextlib.nullcontext())
-    output = tmp_path / "out"
     assert main(["-i", str(source), "-o", str(output), "--ray", "--seed", "1"]) == 0
     capfd.readouterr()
     row = {"id": "batch_req_other", "custom_id": "r0", "response": {}, "error": None}

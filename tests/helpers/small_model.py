@@ -15,6 +15,7 @@ from et_jax.decode.request import Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls
+from et_jax.types import replace
 from scripts.measuring.shapes import SMALL, even_heads
 
 DEFAULT = Controller()
@@ -165,3 +166,19 @@ def begun(d, params, asked):
 
 def paged_texts(d, params, **asked):
     return run(d, params, begun(d, params, lambda slot: {"limit": 12} | asked))[1]
+
+
+# A user's own law, temperature rule and selector.
+
+
+def by_entropy(signals, state):
+    return replace(state, temperature=0.5 + 0.1 * signals.entropy)
+
+
+def a_little_warmer(moments_at, signals, state):
+    entropy, _ = moments_at(jnp.float32(1.0))
+    return state.temperature + 0.01 * entropy
+
+
+def even_blocks(view):
+    return (view.start // PAGE) % 2 == 0

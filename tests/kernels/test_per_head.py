@@ -1,31 +1,23 @@
-"""One function for every row and KV head, by kernels as by `vmap`; selectors above all."""
+"""One function for every row and KV head, by kernels as by `vmap`, in a pool of several layers; selectors above all."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import BLOCK, CODE
+from ladder import taken
 
 from et_jax.control.bisect import above_threshold
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.select import (
-    ActiveSet,
-    Certified,
-    Guarded,
-    Quest,
-    SinksWindow,
-    TopMass,
-    chord_bounds,
-    coded_bounds,
-)
-from et_jax.control.select import (
-    PerHead as ToleranceOfHeads,
-)
+from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, TopMass, chord_bounds, coded_bounds
+from et_jax.control.select import PerHead as ToleranceOfHeads
 from et_jax.control.selector import as_selector
 from et_jax.decode.attention.blocks import LayerKind
 from et_jax.decode.attention.selection import Fallback, SelectorInputs, selected_blocks, selection_of
 from et_jax.decode.attention.summaries import summarised, summarised_by_kernel
 from et_jax.decode.cache import kv
+from et_jax.pallas.block_scores import gpu as scores_gpu
 from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
 from et_jax.pallas.per_head.api import by_vmap
 from et_jax.pallas.per_head.gpu import by_kernels
@@ -35,6 +27,7 @@ from et_jax.sums import softmax, total_where
 from et_jax.types import replace
 
 ROWS, HEADS, DIM, BLOCKS, PAGE = 8, 2, 16, 32, 8
+STACKED = {"turn": jnp.asarray([1], jnp.int32), "depth": 3}
 
 
 def given(group: int):
@@ -112,20 +105,60 @@ def test_arrays_that_registers_do_not_hold_are_added_up_in_pieces(group):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_a_page_gets_its_summary_and_codes_by_a_kernel():
+def stacked(pool):
+    """A pool of three layers, the second the given one, and NaN or an extreme in the others."""
+    other = jnp.full_like(pool, jnp.nan if jnp.issubdtype(pool.dtype, jnp.inexact) else 100)
+    return jnp.concatenate([other, pool, other], axis=1)
+
+
+def test_a_page_gets_its_summary_and_codes_by_a_kernel_in_its_layer():
     """Every row's page holds what XLA writes; the null page, which stands for no page, may hold anything."""
     rng = np.random.default_rng(0)
     layer = kv.empty(1, HEADS, DIM, 12, PAGE, jnp.float32, key_codes=True).layers[0]
     tokens = rng.normal(size=(*layer.pages.shape[:3], 2 * DIM))
     layer = replace(layer, pages=layer.pages.at[..., : 2 * DIM].set(jnp.asarray(tokens, jnp.float32)))
-    page = jnp.asarray([[3, 0], [7, 8]], jnp.int32)
-    none = jnp.where(page == 0, layer.pages.shape[1], page)
-    summary, codes = layer.summaries, layer.key_codes
-    found = summarised_by_kernel(summary, codes, layer.pages, None, page, DIM, interpret=True)
-    expected = summarised(summary, codes, layer.tokens(none, DIM), none, DIM)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    page, size = jnp.asarray([[3, 0], [7, 8]], jnp.int32), layer.pages.shape[1]
+    none = jnp.where(page == 0, size, page)
+    many = jax.tree.map(stacked, layer)
+    alone, layered = (
+        summarised_by_kernel(each.summaries, each.key_codes, each.pages, None, page, DIM, **more, interpret=True)
+        for each, more in ((layer, {}), (many, STACKED))
+    )
+    expected = summarised(layer.summaries, layer.key_codes, layer.tokens(none, DIM), none, DIM)
+    before = jax.tree.leaves((many.summary, many.key_codes))
+    for one, other, found, old in zip(*map(jax.tree.leaves, (alone, expected, layered)), before, strict=True):
         np.testing.assert_allclose(one[:, 1:], other[:, 1:], rtol=1e-6, atol=1e-7)
-    assert (np.asarray(found[1])[:, [3, 7, 8]].std(axis=-1) > 10).all()
+        np.testing.assert_array_equal(found[:, size : 2 * size], one)
+        for others in (slice(size), slice(2 * size, None)):
+            np.testing.assert_array_equal(found[:, others], old[:, others])
+    assert (np.asarray(alone[1])[:, [3, 7, 8]].std(axis=-1) > 10).all()
+
+
+@pytest.mark.parametrize("backend", ["gpu", "xla"])
+@pytest.mark.parametrize("operation", [BLOCK, CODE], ids=lambda each: each.name)
+def test_blocks_of_a_layer_are_scored_by_its_pages(operation, backend):
+    shape = operation.shapes["hopper_dim_128"]
+    arguments = {name: jnp.asarray(x) for name, x in taken(operation.function, operation.example(shape)).items()}
+    pools = {name: stacked(x) for name, x in arguments.items() if name in ("key_box", "mean", "key_codes")}
+
+    def run(**given):
+        if backend == "xla":
+            return operation.function(**given, **shape.settings, backend="xla")
+        return getattr(scores_gpu, operation.name)(**given, **shape.settings, interpret=True)
+
+    for one, other in zip(run(**arguments | pools, **STACKED), run(**arguments), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("run", [by_vmap, lambda function, inputs: by_kernels(function, inputs, interpret=True)])
+def test_a_function_receives_the_numbers_of_its_layer(run):
+    *inputs, share = given(4)
+    layered = replace(share, array=jnp.concatenate([0 * share.array, share.array]), layer=jnp.asarray([1], jnp.int32))
+
+    def product(score, length, value, listed, share):
+        return score * share[:, None]
+
+    np.testing.assert_array_equal(run(product, (*inputs, layered)), run(product, (*inputs, share)))
 
 
 SELECTORS = {

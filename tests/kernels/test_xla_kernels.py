@@ -10,6 +10,7 @@ import pytest
 from cases import ATTENTION, CODE, OPERATIONS, PREFILL
 from ladder import as_bytes, compiled, results
 
+from et_jax.pallas.apart import apart_or_together
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.checks import wider
 from et_jax.pallas.paged_attention import xla
@@ -184,3 +185,18 @@ def test_the_number_of_steps_is_read_from_the_counts_and_the_starts():
     for name, most in (("group_3", 0), ("listed", 1)):  # over the lists
         found = text(PREFILL, PREFILL.shapes[name])
         assert found.count(" while(") > most and found.count("known_trip_count") <= most
+
+
+def test_rows_are_walked_in_the_way_that_takes_fewer_steps():
+    for lengths, beside in (
+        ([5, 0], 1),  # 2.5 x 5 steps alone, 3.5 x 5 together
+        ([5, 1], 1),  # 15, 17.5
+        ([5, 3], 2),  # 20, 17.5
+        ([7] * 3 + [0] * 5, 1),  # 52.5, 66.5
+        ([7] * 4 + [0] * 4, 8),  # 70, 66.5
+        ([4], 1),
+    ):
+        x = jnp.arange(float(len(lengths)))
+        found, others = apart_or_together(lambda x: (x * x, jnp.full(len(x), len(x))), jnp.array(lengths), x)
+        np.testing.assert_array_equal(found, np.square(x))
+        assert others.tolist() == [beside] * len(lengths), lengths

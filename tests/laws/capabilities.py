@@ -16,10 +16,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decoders import a_little_warmer, by_entropy, even_blocks
 from flax import nnx
 from own_modules import LENGTH, Plain
 from safetensors.numpy import save_file
+from small_model import a_little_warmer, by_entropy, even_blocks
 
 import et_jax
 from et_jax.control import clock, contribution, priority, select, tolerance

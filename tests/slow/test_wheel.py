@@ -43,13 +43,6 @@ def python(wheel, tmp_path_factory) -> Path:
     return python
 
 
-@pytest.fixture
-def elsewhere(tmp_path) -> dict:
-    """Return settings to run in an empty folder, with an empty home, on the CPU, without a network."""
-    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TMPDIR")}
-    return {"cwd": tmp_path, "env": kept | {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}}
-
-
 def test_the_wheel_holds_every_source_file_and_the_bundled_models(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("et_jax/**/*.py")}
@@ -62,7 +55,11 @@ def test_the_wheel_holds_every_source_file_and_the_bundled_models(wheel):
     assert {name.split("/")[0].partition("-")[0] for name in packed} == {"et_jax"}, "only the package and its metadata"
 
 
-def test_the_wheel_generates_text(python, elsewhere):
+def test_the_wheel_generates_text(python, tmp_path):
+    """In an empty folder, with an empty home, on the CPU, without a network."""
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TMPDIR")}
+    own = {"HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
+    elsewhere = {"cwd": tmp_path, "env": kept | own}
     imported = run(python, "-c", "import et_jax; print(et_jax.__file__)", **elsewhere).strip()
     assert Path(imported).is_relative_to(python.parents[1]), f"{imported} is not the wheel's"
     command = ("-m", "et_jax.generate", "--prompt", "It was", "--max-tokens", "8", "--seed", "1")

@@ -4,11 +4,8 @@ Each is taken, as one that 32 bits hold, or refused in a sentence.
 """
 
 import dataclasses
-import importlib
-import inspect
 import math
-import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -16,31 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from every_law import values
 
-import et_jax.control
 from et_jax import evaluate, generate
 from et_jax.cli import command
-from et_jax.control import (
-    budget,
-    clock,
-    draft,
-    draft_speed,
-    guards,
-    priority,
-    select,
-    smoothing,
-    temperature_rules,
-    tolerance,
-)
-from et_jax.control.base import as_value, chain
-from et_jax.control.compression import Compression
-from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.selector import MaskSelector
 from et_jax.errors import UsageError
 from et_jax.serve import engine
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.types import Number
 
 HOSTILE = [
     *(10**18, -(10**18), 10**400, -(10**400), 10**5000, 2**31, 2**63, 0, -1, True, False),
@@ -78,47 +58,6 @@ def test_every_field_of_what_is_asked_for():
             found = made(lambda k=kind, f=field, v=value: k(**asked[k] | {f.name: v}), UsageError, what)
             number = None if found is None else getattr(found, field.name)
             assert not isinstance(number, float) or abs(number) <= 3.4e38, what
-
-
-EXAMPLES = [
-    Compression(budget=64),
-    as_value(len),
-    clock.Beside(clock.FallClock(), "other"),
-    chain(smoothing.EmaEntropy(), clock.FallClock()),
-    guards.Clipped(smoothing.EmaEntropy(), "entropy", 0.0, 1.0),
-    guards.Floored(smoothing.EmaEntropy(), 0.5),
-    guards.NeverAboveStart(smoothing.EmaEntropy(), "temperature"),
-    guards.RateLimited(smoothing.EmaEntropy(), "entropy", 0.5),
-    guards.Saturation(smoothing.EmaEntropy(), "entropy", 0.0, 1.0),
-    guards.Stability(smoothing.EmaEntropy(), 0.1),
-    priority.Aged(priority.FCFS(), 1.0, 0.1),
-    select.Guarded(select.Dense()),
-    select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy()),
-    MaskSelector(len),
-    select.Quest(3),
-    temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
-    tolerance.Shuffled(np.zeros((2, 3))),
-    budget.CertifiedBudget(),
-    draft_speed.RooflineLength(
-        times=draft.StepTimes(plain=1.0, plain_cached=0.1, drafted=0.5, drafted_cached=0.1, row=0.1, row_cached=0.0)
-    ),
-]
-"""Values of the classes that cannot be made of one number each."""
-
-
-def values() -> Iterator[Any]:
-    """Yield a value of every dataclass of the laws that holds a number."""
-    examples = {type(one): one for one in EXAMPLES}
-    for module in pkgutil.iter_modules(et_jax.control.__path__):
-        loaded = importlib.import_module(f"et_jax.control.{module.name}")
-        for _, kind in inspect.getmembers(loaded, dataclasses.is_dataclass):
-            if not isinstance(kind, type) or kind.__module__ != loaded.__name__ or not hasattr(kind, "__post_init__"):
-                continue
-            asked = [f for f in dataclasses.fields(kind) if f.init and f.default is f.default_factory]
-            others = [f.name for f in asked if f.type not in (float, Number)]
-            assert kind in examples or not others, f"add a {kind.__name__} to EXAMPLES, for its {others}"
-            yield examples.pop(kind, None) or kind(**{f.name: 0.5 for f in asked})
-    assert not examples
 
 
 def test_every_number_of_every_law():

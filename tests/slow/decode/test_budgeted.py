@@ -118,16 +118,3 @@ def test_layers_with_a_window_read_all_of_it():
     sparse = sum(min(2, n) + own for n in before[:-1]) + before[-1] + own
     held = sum(n + own for n in before)
     assert recorded(state).blocks_read[0] == THREE.num_kv_heads * (2 * held + sparse)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (dict(controller=Controller(budget=LAW), chunk=8, prefill_batch=8), "wanted 16"),
-        (dict(controller=Controller(budget=dataclasses.replace(LAW, tokens=8))), "at least a block of 4"),
-    ],
-)
-def test_a_budget_that_does_not_fit_is_refused(changes, sentence):
-    sizes = dict(model=THREE, page_size=PAGE, chunk=CHUNK, prefill_batch=2 * CHUNK, max_length=LENGTH, num_pages=130)
-    with pytest.raises(ValueError, match=sentence):
-        configuration(**sizes | changes)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import kept_entries
 import numpy as np
 import pytest
-from decoders import made
 from small_model import (
     LENGTH,
     MODEL,
@@ -20,11 +19,10 @@ from small_model import (
     run,
     same_bits,
     start,
-    text_of,
     weights,
 )
 
-from et_jax.control.compression import Compression, named
+from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.select import Certified, coded_bounds
 from et_jax.decode import decoder as decoding
@@ -53,13 +51,6 @@ def room_of(d: decoding.Decoder) -> int:
     return d.config.layout.region * PAGE
 
 
-def shift_of(state: DecodeState) -> jax.Array:
-    """How many tokens every slot's cache has left out."""
-    shift = known(state).shift
-    assert shift is not None
-    return shift
-
-
 def known(state: DecodeState) -> PlantState:
     """What the state knows of compression."""
     return state.plants[0]
@@ -80,7 +71,8 @@ def step(d, params, state, slots: dict[int, int]):
     for slot, num_prompt in slots.items():
         if int(state.length[slot]) in points(d, num_prompt):
             state, granted = d.compress(state, slot)
-            assert granted and int(state.length[slot] - shift_of(state)[slot]) == room_of(d)
+            shift = known(state).shift
+            assert granted and shift is not None and int(state.length[slot] - shift[slot]) == room_of(d)
     return d.step((params,), state)
 
 
@@ -169,16 +161,13 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
         np.testing.assert_allclose(keys, own[layer][held[layer][head], head], rtol=1e-3, atol=1e-3)
 
 
-def test_where_the_budget_holds_everything_nothing_changes():
-    whole = decoding.decoder(configuration(compression=Compression(budget=LENGTH, window=WINDOW, gap=GAP)))
-    d, params, short = compressing("latent", 8), weights(), prompt(12, 5)
-    assert text_of(whole, params, 1, TOKENS, seed=3) == text_of(made("plain"), params, 1, TOKENS, seed=3)
-    assert points(d, len(short))[0] == BUDGET + 8
-    for one, tokens, steps in ((whole, TOKENS, 5), (d, short, 12)):  # the second fits its region
-        state, _ = run(one, params, start(one, params, one.empty(), 1, tokens, limit=20), steps)
-        before = jax.tree.map(np.asarray, state)
-        state, granted = one.compress(state, 1)
-        assert granted and same_bits(before, state)
+def test_a_sequence_that_fits_its_region_stays_as_it_is():
+    d, params, tokens = compressing("latent", 8), weights(), prompt(12, 5)
+    assert points(d, len(tokens))[0] == BUDGET + 8
+    state, _ = run(d, params, start(d, params, d.empty(), 1, tokens, limit=20), 12)
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.compress(state, 1)
+    assert granted and same_bits(before, state)
 
 
 def test_where_pages_are_short_nothing_changes():

@@ -233,28 +233,6 @@ def test_a_draft_stops_where_the_small_model_is_uncertain():
     assert most == [1, 4]
 
 
-def test_models_and_weights_that_do_not_fit_each_other_are_refused():
-    for changes, sentence in (
-        ({"draft": BY_MODEL}, r"others: got models of \(\) tokens, wanted \(96,\)"),
-        ({"others": (OTHER,)}, r"others: got models of \(96,\) tokens, wanted \(\)"),
-        ({"draft": FOUR, "others": (OTHER,)}, r"others: got models of \(96,\) tokens, wanted \(\)"),
-        (
-            {"draft": BY_MODEL, "others": (dataclasses.replace(OTHER, vocab_size=7),)},
-            r"others: got models of \(7,\) tokens, wanted \(96,\)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            configuration(**changes)
-    for most in (0, 17):
-        with pytest.raises(ValueError, match=f"most: got {most}, wanted 1 to 16"):
-            Drafting(most=most)
-    d = made("off", BY_MODEL, small=OTHER)
-    with pytest.raises(
-        TypeError, match="weights: got those of 1, wanted a tuple with those of each of the decoder's 2"
-    ):
-        d.step((weights(),), d.empty())
-
-
 def test_a_drafted_stop_id_ends_the_text_where_it_would_end():
     _, expected = plain("off")
     stop = int(expected[2]["token"][9])

@@ -10,7 +10,6 @@ import pytest
 from hurry import hurried
 from small_model import MODEL, configuration, fill, prompt, same_bits
 
-from et_jax import sums
 from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
@@ -219,14 +218,3 @@ def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name, near, monke
     for first in range(0, lengths.size - 1, 2):
         two = alone | {key: alone[key][first : first + 2] for key in ("q", "lengths", *shared)}
         assert same_bits(attended(two, 1, 1)[0], expected[0][first : first + 2])
-
-
-def test_logs_and_shares_by_these_sums_are_those_of_jax():
-    x = np.random.default_rng(0).normal(size=(4, 37)).astype(np.float32)
-    x[0], x[1, 3:] = -np.inf, -np.inf
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    close(sums.log_sum_exp(jnp.asarray(x)), jax.nn.logsumexp(x, axis=-1))
-    close(sums.log_softmax(jnp.asarray(x[1:])), jax.nn.log_softmax(x[1:], axis=-1))
-    close(sums.softmax(jnp.asarray(x[1:])), jax.nn.softmax(x[1:], axis=-1))
-    close(sums.length(jnp.asarray(x[2:])), np.linalg.norm(x[2:], axis=-1))
-    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(sums.total(x)))(jnp.asarray(x[2:])), 1.0)

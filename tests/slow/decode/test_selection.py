@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import (
-    MODEL,
-    PAGE,
-    configuration,
-    dense,
-    prompt,
-    start,
-    weights,
-)
+from small_model import MODEL, PAGE, configuration, dense, prompt, start, weights
 
 from et_jax.control import contribution, select, tolerance
 from et_jax.control.base import chain, unpack_blocks

@@ -110,7 +110,6 @@ def lines_of(depth: int, function: str, **changes) -> int:
 @pytest.mark.parametrize(
     ("function", "changes"),
     [
-        ("step", {}),
         ("step", {"controller": CERTIFIED, "draft": Drafting(most=3)}),
         ("prefill", {"controller": ENTROPYINFER}),
         ("compress", {"compression": named("latent", 16, window=6, gap=3)}),

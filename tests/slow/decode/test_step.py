@@ -1,4 +1,4 @@
-"""A step: what it reads, reports and refuses, and what laws, rules and priorities make of it."""
+"""A step: what it reads, reports and refuses, when decoding stops, and what laws, rules and priorities make of it."""
 
 import functools
 import itertools
@@ -6,16 +6,22 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from decoders import made, row_of
+from exact import log_softmax, surprisal_moments
 from small_model import (
+    CHUNK,
     MODEL,
     PAGE,
     PROMPTS,
     VOCABULARY,
+    a_little_warmer,
+    by_entropy,
+    configuration,
     dense,
+    even_blocks,
     fill,
     paged_texts,
     prompt,
+    request,
     run,
     same_bits,
     start,
@@ -24,9 +30,37 @@ from small_model import (
     weights,
 )
 
+from et_jax.control.base import chain
+from et_jax.control.clock import FallClock
+from et_jax.control.controller import Controller
+from et_jax.control.select import SinksWindow
 from et_jax.decode import decoder as decoding
 from et_jax.models.weights import Dense
+from et_jax.serve.chunks import pack
 from et_jax.types import replace
+
+
+@functools.cache
+def made(name: str) -> decoding.Decoder:
+    """The decoder of this name."""
+    own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
+    sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
+    changes = {
+        "plain": {},
+        "sparse": {"controller": sparse},
+        "own": {"controller": own},
+    }
+    return decoding.decoder(configuration(**changes[name]))
+
+
+def row_of(state, slot: int):
+    """Everything of one slot but the count of its waiting and the score that waiting changes."""
+    fields = ("token", "length", "generated", "limit", "active", "arrival", "sampling", "signals")
+    rows = {name: getattr(state, name) for name in fields}
+    rows |= {name: x for name, x in vars(state.control).items() if name not in ("wait", "priority")}
+    return jax.tree.map(
+        lambda x: np.array(x[slot]), rows | {"pages": state.table.pages, "blocks": state.table.num_blocks}
+    )
 
 
 def opened_blocks(length_of_prompt: int):
@@ -77,24 +111,17 @@ def test_the_signals_are_those_of_the_dense_logits():
         at = np.arange(len(tokens) - 1, len(tokens) + len(written) - 1)
         logits = dense(weights(), MODEL, tokens + written.tolist())[0][at]
 
-        def moments(z):
-            z = z - z.max(axis=-1, keepdims=True)
-            p = np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
-            surprisal = np.where(p > 0, -np.log(np.where(p > 0, p, 1)), 0)
-            mean = (p * surprisal).sum(axis=-1)
-            return mean, (p * (surprisal - mean[:, None]) ** 2).sum(axis=-1), surprisal
-
-        entropy, varentropy, surprisal = moments(logits)
-        warm = moments(logits / temperature)
+        entropy, varentropy = surprisal_moments(logits)
+        warm = surprisal_moments(logits, temperature)
         ranked = np.sort(logits, axis=-1)
         clear = ranked[:, -20] - ranked[:, -21] > 1e-4  # elsewhere float32 may keep another token
-        cut = moments(np.where(logits >= ranked[:, -20:-19], logits / temperature, -np.inf))
+        cut = surprisal_moments(np.where(logits >= ranked[:, -20:-19], logits / temperature, -np.inf))
         close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
         close(signals.entropy, entropy)
         close(signals.entropy_low, entropy)
         close(signals.entropy_high, entropy)
         close(signals.varentropy, varentropy)
-        close(signals.surprisal, surprisal[np.arange(len(written)), written])
+        close(signals.surprisal, -log_softmax(logits)[np.arange(len(written)), written])
         close(signals.margin, np.diff(np.sort(logits, axis=-1)[:, -2:], axis=-1)[:, 0])
         close(signals.tempered_entropy, warm[0])
         close(signals.tempered_varentropy, warm[1])
@@ -172,3 +199,38 @@ def test_a_law_and_a_temperature_rule_of_ones_own_set_the_temperature_but_of_a_g
     np.testing.assert_array_equal(rows[2].temperature, 0)
     np.testing.assert_array_equal(rows[2].signals.tempered_entropy, 0)
     assert rows[2].token.tolist() == text_of(made("plain"), params, 2, PROMPTS[2], temperature=0.0)
+
+
+def test_decoding_stops_when_no_sequence_is_active_or_one_ends_where_that_is_asked():
+    d, params = made("plain"), weights()
+    for until_end, expected in ((True, 2), (False, 9)):
+        state = d.insert(d.empty(), 0, request(5, limit=2))
+        state = d.insert(state, 1, request(6, limit=9))
+        state, output, ran = d.decode((params,), state, 32, np.bool_(until_end))
+        assert int(ran) == expected and output.finished[:2, 0, 0].tolist() == [False, True]
+    _, _, ran = d.decode((params,), state, 32)
+    assert int(ran) == 0
+    assert not start(d, params, d.empty(), 1, PROMPTS[0], limit=0).active.any()
+
+
+def test_what_is_refused_or_of_no_tokens_changes_nothing_and_a_fork_of_full_pages_needs_none():
+    """It has a future of its own."""
+    d, params = made("plain"), weights()
+    state = fill(d, params, d.empty(), 0, prompt(4, 60))
+    state = start(d, params, state, 1, prompt(5, 36))  # 35 tokens: the last of nine pages is partial
+    assert int(state.table.num_free) == 0
+    before = jax.tree.map(np.asarray, state)
+    state, granted = d.fork(state, 1, 2)
+    assert not granted and same_bits(state, before)
+    for slot, tokens in ((2, range(CHUNK)), (1, [])):
+        state, granted = d.prefill((params,), state, *pack(d.config, [(slot, tokens)]))
+        assert granted.all() == (slot == 1) and same_bits(state, before)
+    state, granted = d.write_row(state, 2, jax.device_get(d.read_row(state, 1)))
+    assert not granted and same_bits(state, before)
+    assert not any(np.asarray(layer.pages[:, 0]).any() for layer in state.plants[0].cache.layers)  # the null page
+    state = d.release(state, 1)
+    state = start(d, params, state, 1, prompt(5, 33))  # 32 tokens: eight full pages
+    state, granted = d.fork(state, 1, 2)
+    assert granted and state.table.pages[2].tolist() == state.table.pages[1].tolist()
+    _, rows = run(d, params, d.release(state, 0))
+    assert len(rows[1].token) == len(rows[2].token) == 12 and texts(rows)[1] != texts(rows)[2]

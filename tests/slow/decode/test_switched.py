@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
+from exact import surprisal_moments
 from small_model import MODEL, OTHER, PROMPTS, configuration, dense, given, same_bits, weights
 
 from et_jax.control.controller import Controller
@@ -73,10 +74,7 @@ def by_hand(switch, tokens: list[int]) -> tuple[list[int], list[bool]]:
     while len(said) < LIMIT:
         model, params = (OTHER, pair()[1]) if small else (MODEL, pair()[0])
         logits = dense(params, model, text)[0][-1]
-        p = np.exp(logits - logits.max())
-        p /= p.sum()
-        entropy = -np.sum(p * np.log(np.maximum(p, 1e-300)))
-        seen = [*window, entropy][-switch.window :]
+        seen = [*window, surprisal_moments(logits)[0]][-switch.window :]
         if isinstance(switch, Hysteresis) and small and since >= switch.least and np.mean(seen) > switch.tau:
             small, window, since = False, [], 0
             continue

@@ -1,7 +1,9 @@
-"""What a compiled program copies is read from its text."""
+"""What a compiler made of a program for an absent chip is read from its text: copies, collectives, kernels."""
 
 from types import SimpleNamespace
 
+import pytest
+from aot.launches import Launches, launches
 from aot.programs import Lowering, Program
 from scripts_here import script
 
@@ -53,31 +55,36 @@ ROOT %all-reduce.2 = (s32[16]{0}, f32[16]{0}) all-reduce(%all-reduce.1, %z), cha
 """
 
 
+@pytest.fixture
+def checked(monkeypatch, tmp_path):
+    """Check a program by its text: the line of the report, whether it passed, and how often the compiler ran."""
+    monkeypatch.setenv("ET_JAX_TEST_CACHE", str(tmp_path))
+    aot_check, compiled = script("aot_check"), []
+    sizes = SimpleNamespace(**{f"{one}_size_in_bytes": 0 for one in ("temp", "argument", "output", "alias")})
+
+    def check(text: str, before: str = "", **recorded) -> tuple[str, bool, int]:
+        compiled.clear()
+        program = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: text)
+        lowered = SimpleNamespace(compile=lambda: compiled.append(text) or program, as_text=lambda: before + text)
+        asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True} | recorded
+        lowering = Lowering(lower=lambda: lowered, **asked)
+        line, passed = aot_check.check(Program(name="", chip="H200", build=lambda: lowering))
+        return line, passed, len(compiled)
+
+    return check
+
+
 def test_large_and_small_collectives_are_counted():
     assert script("aot_check").collectives(TALK) == ("1 all-gather, 1 all-reduce", 1)
     assert script("aot_check").collectives(TEXT) == ("", 0)
 
 
-def test_other_talk_than_is_recorded_fails_and_what_passed_is_compiled_again_once_it_changes(monkeypatch, tmp_path):
-    monkeypatch.setenv("ET_JAX_TEST_CACHE", str(tmp_path))
-    aot_check, compiled = script("aot_check"), []
-    sizes = SimpleNamespace(**{f"{one}_size_in_bytes": 0 for one in ("temp", "argument", "output", "alias")})
-
-    def checked(text: str, recorded: str) -> tuple[int, str, bool]:
-        """How often the compiler ran for a program of this lowered text, the line of the report, whether it passed."""
-        compiled.clear()
-        program = SimpleNamespace(memory_analysis=lambda: sizes, as_text=lambda: TALK)
-        lowered = SimpleNamespace(compile=lambda: compiled.append(text) or program, as_text=lambda: text)
-        asked = {"pool_bytes": 0, "pool": {}, "temporary_bound": 1, "in_place": True, "collectives": recorded}
-        lowering = Lowering(lower=lambda: lowered, **asked)
-        line, passed = aot_check.check(Program(name="", chip="", build=lambda: lowering))
-        return len(compiled), line, passed
-
+def test_other_talk_than_is_recorded_fails_and_what_passed_is_compiled_again_once_it_changes(checked):
     right = "1 all-gather, 1 all-reduce"
-    for text, runs in (("a", 1), ("a", 0), ("b", 1)):
-        assert checked(text, right)[::2] == (runs, True)
+    for before, runs in (("a", 1), ("a", 0), ("b", 1)):
+        assert checked(TALK, before, collectives=right)[1:] == (True, runs)
     for _ in range(2):  # one that failed is compiled always
-        runs, line, passed = checked("a", "2 all-reduce")
+        line, passed, runs = checked(TALK, "a", collectives="2 all-reduce")
         assert runs == 1 and not passed and f"{right}, not 2 all-reduce" in line
 
 
@@ -89,3 +96,89 @@ def test_a_copy_of_a_whole_array_is_found_and_named():
         "copy of .summary.key_box as bf16[2,9,64]",
         "copy-start of pages as bf16[18,16,128]",
     ]
+
+
+# The kernels that a layer launches.
+
+LOOP = "jit(decode)/while/body/jit(step)/extend/while"
+KNOWN = 'backend_config={"known_trip_count":{"n":"32"}}'
+# A layer: a product, an asynchronous slice, a copy and a kernel that another computation launches. Beside the loop over
+# layers another one sums what they tell; the loop of steps has no known count, and one within a layer is the layer's.
+LAYERS = f"""
+%fused_add (p: f32[4]) -> f32[4] {{
+  ROOT %add.9 = f32[4]{{0}} add(%p, %p)
+}}
+
+%called (p.1: f32[4]) -> f32[4] {{
+  %p.1 = f32[4]{{0}} parameter(0)
+  ROOT %kernel = f32[4]{{0}} custom-call(%p.1), custom_call_target="mosaic_gpu_v2"
+}}
+
+%layers (carried: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %carried = (s32[], f32[4]{{0}}) parameter(0)
+  %turn = s32[] get-tuple-element(%carried), index=0
+  %x = f32[4]{{0}} get-tuple-element(%carried), index=1
+  %zero = s32[] constant(0)
+  %token = token[] after-all()
+  %flat = f32[2,2]{{1,0}} bitcast(%x)
+  %fusion-start = ((f32[4]{{0}}), f32[4]{{0}}, u32[]) fusion-start(%x), calls=%fused_add
+  %copy-start = (f32[4]{{0}}, f32[4]{{0}}, u32[]) copy-start(%x)
+  %y = f32[4]{{0}} fusion(%x), calls=%fused_add, metadata={{op_name="{LOOP}/body/layer_0/dot"}}
+  %done = f32[4]{{0}} fusion-done(%fusion-start)
+  %copied = f32[4]{{0}} copy-done(%copy-start)
+  %z = f32[4]{{0}} call(%y), to_apply=%called
+  ROOT %tuple = (s32[], f32[4]{{0}}) tuple(%turn, %z)
+}}
+
+%sums (carried.1: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %sum = f32[4]{{0}} fusion(%x.1), calls=%fused_add, metadata={{op_name="{LOOP}/body/add"}}
+  ROOT %tuple.1 = (s32[], f32[4]{{0}}) tuple(%turn.1, %sum)
+}}
+
+%steps (carried.2: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %hoisted = f32[4]{{0}} fusion(%x.2), calls=%fused_add, metadata={{op_name="{LOOP}/body/layer_0/iota"}}
+  %over = (s32[], f32[4]{{0}}) while(%hoisted), condition=%c, body=%layers, metadata={{op_name="{LOOP}"}}, {KNOWN}
+  %summed = (s32[], f32[4]{{0}}) while(%over), condition=%c, body=%sums, metadata={{op_name="{LOOP}"}}, {KNOWN}
+  ROOT %tuple.2 = (s32[], f32[4]{{0}}) tuple(%turn.2, %summed)
+}}
+
+ENTRY %main (p.3: f32[4]) -> f32[4] {{
+  ROOT %all = (s32[], f32[4]{{0}}) while(%p.3), condition=%c, body=%steps, metadata={{op_name="jit(decode)/while"}}
+}}
+"""
+PRODUCT = f'  %y = f32[4]{{0}} fusion(%x), calls=%fused_add, metadata={{op_name="{LOOP}/body/layer_0/dot"}}\n'
+
+
+def with_more(line: str) -> str:
+    return LAYERS.replace(PRODUCT, PRODUCT + line)
+
+
+def test_an_asynchronous_pair_is_one_launch_and_what_only_names_values_is_none():
+    assert launches(LAYERS) == Launches(kernels=4, beside=1)
+    assert launches(LAYERS.replace("layer_0", "step")) is None  # no layer is in a loop
+    assert launches(LAYERS.replace("known_trip_count", "other")) is None
+
+
+@pytest.mark.parametrize("op", ["while(%x), condition=%c, body=%inner", "conditional(%x), branch_computations={%a}"])
+def test_loops_and_conditionals_of_a_layer_are_counted(op):
+    line = f'  %w = f32[4]{{0}} {op}, metadata={{op_name="{LOOP}/body/layer_0/{op[:5]}"}}, {KNOWN}\n'
+    inner = "\n%inner (p.9: f32[4]) -> f32[4] {\n" + PRODUCT * 9 + "}\n"
+    assert launches(inner + with_more(line)) == Launches(kernels=5, control=1, beside=1)
+
+
+def test_more_kernels_than_recorded_fail_and_fewer_pass(checked):
+    line, passed, _ = checked(LAYERS, kernels=4)
+    assert passed and line.endswith("compiled 4 kernels a layer, 1 more in a loop beside")
+    assert checked(LAYERS, kernels=9)[1]
+    line, passed, _ = checked(LAYERS, kernels=3)
+    assert not passed and "FAILED a layer launches 4 kernels, more than the 3 recorded" in line
+
+
+def test_a_condition_in_a_layer_fails_unless_it_is_recorded(checked):
+    condition = f'  %w = f32[4]{{0}} conditional(%x), metadata={{op_name="{LOOP}/body/layer_0/cond"}}\n'
+    for again in range(2):  # compiled, and read again
+        line, passed, compiled = checked(with_more(condition), kernels=99)
+        assert compiled == (not again)
+        assert not passed and "of a layer's kernels 1 are loops or conditionals" in line
+    line, passed, _ = checked(with_more(condition), kernels=5, control=1)
+    assert passed and "5 kernels a layer, 1 of them loops or conditionals" in line

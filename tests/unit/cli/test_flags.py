@@ -11,17 +11,13 @@ from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    flags.add_control(parser, PRESETS)
-    return parser.parse_args(arguments)
-
-
 @pytest.mark.parametrize("name", KNOBS)
 def test_every_knob_is_a_flag_that_reaches_its_preset(name):
+    parser = argparse.ArgumentParser()
+    flags.add_control(parser, PRESETS)
     for chosen, one in PRESETS.items():
         if name in knobs(one):
-            args = parsed("--control", chosen, f"--{name.replace('_', '-')}", "1")
+            args = parser.parse_args(["--control", chosen, f"--{name.replace('_', '-')}", "1"])
             assert flags.given(args, KNOBS) == {name: 1}  # and nothing that was not given
             made = preset(args.control, **flags.given(args, KNOBS))
             assert vars(made.preset)[name] == 1 and type(vars(made.preset)[name]) is knobs(one)[name].kind

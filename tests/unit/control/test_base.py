@@ -1,27 +1,23 @@
-"""What every law is made of: chains, checked changes of the state, what a selector returns."""
+"""What every law is made of: chains, checked changes of the state, what a selector returns, and what is refused."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn_blocks import blocks
 
-from et_jax.control.base import (
-    Chain,
-    ControlState,
-    Law,
-    Signals,
-    chain,
-    one_like,
-    started,
-    updated,
-    with_record,
-)
+from et_jax.control import select
+from et_jax.control.base import Chain, ControlState, Law, Signals, chain, one_like, started, updated, with_record
+from et_jax.control.budget import ConstantBudget, MassBudget
 from et_jax.control.clock import FallClock, RecordClock
+from et_jax.control.compression import Compression
+from et_jax.control.contribution import token_nll
+from et_jax.control.expected_error import ExpectedError
 from et_jax.control.guards import Saturation
 from et_jax.control.priority import EntropyDrift
 from et_jax.control.selector import MaskSelector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.temperature import Fixed, Thermostat
+from et_jax.control.view import mass
 from et_jax.types import Number, replace, value
 
 
@@ -108,3 +104,28 @@ def test_a_selector_that_returns_no_mask_and_no_selection_is_named():
 
         with pytest.raises(ValueError, match=rf"own returns {said}; it must be bool\[10\]\.$"):
             MaskSelector(own)(view)
+
+
+def one_number(view):
+    return view.tolerance
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: ConstantBudget(tokens=0), "tokens is 0; it must be at least 1"),
+        (lambda: MassBudget(left=1.0), "left is 1.0; it must be from 0 to below 1"),
+        (lambda: Compression(budget=32), "budget: got 32, wanted "),
+        (lambda: Compression(budget=42).layout(4, (None,)), "budget: got 42, wanted "),
+        (lambda: select.ActiveSet(look_every=0), "look_every is 0; it must be at least 1, or None"),
+        (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
+        (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
+        (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),
+        (lambda: ExpectedError()(blocks(0).view), "no key codes, or no sensitivity"),
+    ],
+)
+def test_what_cannot_be_is_refused_where_it_is_made_in_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence) as refused:
+        make()
+    assert "\n" not in str(refused.value)

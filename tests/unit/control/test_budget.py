@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from et_jax.control.bounds import Interval
-from et_jax.control.budget import (
-    CertifiedBudget,
-    ConstantBudget,
-    EntropyBudget,
-    LevelBudget,
-    MassBudget,
-)
+from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, LevelBudget, MassBudget
 from et_jax.control.segment import Segment, block_entropy, interval, observed
 from et_jax.types import replace
 

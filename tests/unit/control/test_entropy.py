@@ -6,6 +6,7 @@ import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exact import log_softmax, surprisal_moments
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -24,21 +25,6 @@ moments = jax.jit(e.moments)
 merge = jax.jit(e.merge)
 top_k = jax.jit(e.top_k, static_argnums=1)
 tail_corrected = jax.jit(e.tail_corrected, static_argnums=(1, 2))
-
-
-def log_softmax(z, temperature=1.0):
-    z = np.asarray(z, np.float64) / temperature
-    z = z - z.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
-
-
-def surprisal_moments(z, temperature=1.0):
-    """Return the mean and the variance of -log p, in float64."""
-    log_p = log_softmax(z, temperature)
-    p = np.exp(log_p)
-    s = np.where(p > 0, -log_p, 0.0)
-    mean = (p * s).sum(-1)
-    return mean, (p * (s - mean[..., None]) ** 2).sum(-1)
 
 
 def shannon(p):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import surprisal_moments
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,15 +15,6 @@ from et_jax.control.experts import Entropy, ExpertRule, Mass, TopK
 from et_jax.control.switch import MODEL, SMALL, AsPrinted, Hysteresis
 
 TARGET, LOW, HIGH = 2.0, 0.2, 3.0
-
-
-def moments_of(z, temperature):
-    u = np.asarray(z, np.float64) / temperature
-    p = np.exp(u - u.max())
-    p /= p.sum()
-    p = p[p > 0]
-    entropy = -(p * np.log(p)).sum()
-    return entropy, (p * np.log(p) ** 2).sum() - entropy**2
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +58,21 @@ RULES = [
 @example(np.array([500.0, 0.0, 0.0]), 1.0)  # certain
 def test_rules_give_the_temperatures_of_their_definitions(decide, z, base):
     got = decide(z, base)
-    if moments_of(z, HIGH)[0] <= TARGET:
+    if surprisal_moments(z, HIGH)[0] <= TARGET:
         assert got["solve"] == pytest.approx(HIGH, rel=1e-4)
-    elif moments_of(z, LOW)[0] >= TARGET:
+    elif surprisal_moments(z, LOW)[0] >= TARGET:
         assert got["solve"] == pytest.approx(LOW, rel=1e-4)
     else:
         assert LOW <= got["solve"] <= HIGH
-        assert moments_of(z, got["solve"])[0] == pytest.approx(TARGET, abs=2e-3)
+        assert surprisal_moments(z, got["solve"])[0] == pytest.approx(TARGET, abs=2e-3)
     assert got["cool only"] == pytest.approx(min(base, got["solve"]), rel=1e-6)
-    entropy = moments_of(z, 1.0)[0]
+    entropy = surprisal_moments(z, 1.0)[0]
     low, share = max(0.0, base - 0.7), entropy / np.log(len(z))
     assert got["dynamic"] == pytest.approx(low + (base + 0.7 - low) * share**1.5, rel=1e-3, abs=1e-5)
     assert got["edt"] == pytest.approx(base * 0.8 ** (1.5 / entropy) if entropy > 0 else 0.0, rel=1e-3, abs=1e-6)
     x = np.log(np.clip(base, LOW, HIGH))
     for _ in range(2):
-        entropy, varentropy = moments_of(z, np.exp(x))
+        entropy, varentropy = surprisal_moments(z, np.exp(x))
         x = np.clip(x - min(0.7, 1 / max(varentropy, 0.5)) * (entropy - TARGET), np.log(LOW), np.log(HIGH))
     assert got["newton"] == pytest.approx(np.exp(x), rel=1e-3)
 

@@ -31,9 +31,7 @@ def on(device):
     ("device", "page_size", "head_dim", "dtype", "cache_dtype", "backend", "reason"),
     [
         (H200, 64, 64, BF16, BF16, "gpu", None),
-        (H200, 64, 64, BF16, INT8, "gpu", None),
         (H200, 16, 64, BF16, BF16, "xla", "pages of entire tiles"),
-        (H200, 64, 64, F32, F32, "xla", "float32"),
         (H200, 64, 64, F32, INT8, "xla", "float32 queries with int8 pages"),
         (A100, 64, 64, BF16, BF16, "xla", None),
         (V5, 128, 128, BF16, BF16, "tpu", None),

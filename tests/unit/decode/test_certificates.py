@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stored_tokens import LARGEST, as_stored
+from dense import LARGEST, as_stored
 
 from et_jax.control import select
 from et_jax.control.head_tolerance import AttentionEntropy

@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,23 +210,6 @@ def test_truncations_by_entropy_are_each_rows_own():
     two = [True, True, False, False]
     assert kept.tolist() == [two, [False, True, False, False], two, two]
     assert np.all(kept_by(logits, temperature=0.0, **given))
-
-
-@pytest.mark.parametrize(
-    ("falls", "min_k", "kept"),
-    [
-        ([1.0] + [0.5] * 299, 3.0, 1),  # 1 / 1 is the greatest
-        ([0.1] * 199 + [40.0] + [0.1] * 100, 3.0, 200),  # 40 / 200, far behind the first logits
-        ([0.1] * 199 + [19.0] + [0.1] * 100, 3.0, 1),
-        ([0.0] * 99 + [1e-6] + [0.0] * 200, 3.0, 301),  # a range of 1e-6 is as good as none
-        ([0.01] * 300, 90.0, 30),  # 90 / 3
-    ],
-)
-def test_min_k_cuts_at_the_cliff_or_by_the_range(falls, min_k, kept):
-    logits = np.tile(5.0 - np.cumsum([0.0, *falls]), (ROWS, 1)).astype(np.float32)
-    found = kept_by(logits[:, ::-1], min_k=min_k, temperature=[0.5, 1.0, 2.0, 10.0])
-    assert found.sum(axis=1).tolist() == [kept] * ROWS
-    assert found[:, -1].all()
 
 
 def test_deviations_are_those_of_the_models_own_logits():

@@ -5,13 +5,18 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoders import even_blocks
-from small_model import MODEL, configuration
+from small_model import CHUNK, MODEL, OTHER, configuration, even_blocks, weights
 
+from et_jax.control.budget import EntropyBudget
 from et_jax.control.controller import Controller
+from et_jax.decode.decoder import decoder
+from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.request import request
 from et_jax.decode.state import empty
 from et_jax.decode.step import choose
+
+BY_MODEL = Drafting(most=4, drafter=None)
+FEWER_TOKENS = dataclasses.replace(OTHER, vocab_size=7)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +26,27 @@ from et_jax.decode.step import choose
         ({"prefill_batch": 6}, "prefill_batch: got 6, wanted a multiple of chunk = 8"),
         ({"chunk": 6}, "chunk: got 6, wanted a multiple of page_size = 4"),
         ({"controller": Controller(selector=(even_blocks,))}, "got 1 selectors, wanted one per layer: 2"),
+        ({"controller": Controller(budget=EntropyBudget(tokens=16, segment=16))}, "wanted 16"),
+        (
+            {"controller": Controller(budget=EntropyBudget(tokens=8, segment=CHUNK, floor=0.25))},
+            "at least a block of 4",
+        ),
+        ({"draft": BY_MODEL}, r"others: got models of \(\) tokens, wanted \(96,\)"),
+        ({"others": (OTHER,)}, r"others: got models of \(96,\) tokens, wanted \(\)"),
+        ({"draft": BY_MODEL, "others": (FEWER_TOKENS,)}, r"others: got models of \(7,\) tokens, wanted \(96,\)"),
     ],
 )
 def test_what_cannot_work_is_refused_while_configuring(changes, message):
     with pytest.raises(ValueError, match=message):
         configuration(**changes)
+
+
+def test_weights_of_fewer_models_than_a_decoder_has_are_refused():
+    d = decoder(configuration(draft=BY_MODEL, others=(OTHER,)))
+    with pytest.raises(
+        TypeError, match="weights: got those of 1, wanted a tuple with those of each of the decoder's 2"
+    ):
+        d.step((weights(),), d.empty())
 
 
 def test_a_request_keeps_the_stop_ids_that_can_be_drawn_and_marks_its_prompt():

@@ -1,34 +1,17 @@
 """Plain values as HTML: nothing gets out of its place."""
 
 import re
-from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 from et_jax.io import html
 
 HOSTILE = ["<script>alert(1)</script>", '" onmouseover="x', "&lt;", "a\x00\x1b[31m\r\ud83d", "\n\n", "", "中 \t"]
 
 
-class Read(HTMLParser):
-    """What a browser makes of a piece: its texts, tags, and the attributes of its spans."""
-
-    def __init__(self, piece: str) -> None:
-        super().__init__()
-        self.text, self.tags, self.spans, self.open = "", [], [], []
-        self.feed(piece)
-        self.close()
-        assert not self.open, "a tag is left open"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.open.append(tag)
-        if tag == "span":
-            self.spans.append(dict(attrs))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
+def read(piece: str) -> tuple[str, list[str], list[dict[str, str]]]:
+    """The text of a piece, its tags, and the attributes of its spans; raises ParseError where a tag is left open."""
+    tree = ElementTree.fromstring(f"<body>{piece}</body>")
+    return "".join(tree.itertext()), [one.tag for one in tree.iter()][1:], [one.attrib for one in tree.iter("span")]
 
 
 def clean(text: str) -> str:
@@ -36,19 +19,18 @@ def clean(text: str) -> str:
 
 
 def test_the_text_of_the_tokens_is_the_text_that_is_read():
-    read = Read(html.coloured(HOSTILE, [0.5] * len(HOSTILE), HOSTILE, before="<b>It"))
-    assert read.text == "<b>It" + clean("".join(HOSTILE))
-    assert set(read.tags) == {"div", "span"}
-    assert [span["title"] for span in read.spans[1:]] == [clean(title) for title in HOSTILE]
-    assert all(set(span) <= {"class", "title"} for span in read.spans)
-    read = Read(html.boxed(html.paragraph("a < b")))
-    assert read.tags == ["div", "style", "p"] and read.text == html.STYLE + "a < b"
+    text, tags, spans = read(html.coloured(HOSTILE, [0.5] * len(HOSTILE), HOSTILE, before="<b>It"))
+    assert text == "<b>It" + clean("".join(HOSTILE))
+    assert set(tags) == {"div", "span"}
+    assert [span["title"] for span in spans[1:]] == [re.sub(r"\s", " ", clean(title)) for title in HOSTILE]
+    assert all(set(span) <= {"class", "title"} for span in spans)
+    assert read(html.boxed(html.paragraph("a < b"))) == (html.STYLE + "a < b", ["div", "style", "p"], [])
 
 
 def test_a_cell_of_a_table_holds_what_it_was_given_and_numbers_stand_to_the_right():
-    read = Read(html.table(["<i>", "b"], [[text, 1.23456789] for text in HOSTILE], caption="<u>"))
-    assert set(read.tags) == {"table", "caption", "thead", "tbody", "tr", "th", "td"}
-    assert read.text == "<u><i>b" + "".join(clean(text) + "1.235" for text in HOSTILE)
+    text, tags, _ = read(html.table(["<i>", "b"], [[text, 1.23456789] for text in HOSTILE], caption="<u>"))
+    assert set(tags) == {"table", "caption", "thead", "tbody", "tr", "th", "td"}
+    assert text == "<u><i>b" + "".join(clean(text) + "1.235" for text in HOSTILE)
 
     drawn = html.table(["name", "value"], [["a", 1], ["b", None], ["c", 2.5]])
     assert drawn.count('class="number"') == 4  # the name of the column, and three cells

@@ -30,7 +30,6 @@ from et_jax.models.checkpoint import (
 from et_jax.models.config import ExpertConfig
 from et_jax.models.model import put
 from et_jax.models.params import abstract, in_stacks
-from et_jax.models.sources import Piece, Source, check_sources
 from et_jax.models.stored import headers, read_piece
 from et_jax.models.transformer import initialise
 from scripts.measuring.shapes import SMALL
@@ -43,7 +42,6 @@ EXPERTS = ExpertConfig(num_experts=3, num_per_token=2, width=12, normalised=Fals
 MIXTURE = dataclasses.replace(CONFIG, architecture="qwen2_moe", experts=EXPERTS)
 PHI3 = dataclasses.replace(CONFIG, architecture="phi3", qkv_bias=False)
 EMBEDDING, HEAD, BIAS = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.q_proj.bias"
-ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
 FUSED = "model.layers.1.self_attn.qkv_proj.weight"
 
 
@@ -110,18 +108,10 @@ def test_shards_hold_what_one_file_held(folder):
     assert_same_bits(load(folder)[1], random_params())
 
 
-@pytest.mark.parametrize(
-    ("config", "alter"),
-    [
-        (TIED, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)})),  # the one matrix under its other name
-        (CONFIG, lambda tensors: tensors.update({ROTARY: np.ones(2, np.float32)})),
-    ],
-    ids=["head alone", "rotary table"],
-)
-def test_a_tied_matrix_named_as_the_head_and_rotary_tables_change_nothing(tmp_path, config, alter):
-    params = random_params(config)
-    write_hugging_face(tmp_path, config, params)
-    change(tmp_path, alter)
+def test_a_tied_matrix_named_as_the_head_changes_nothing(tmp_path):
+    params = random_params(TIED)
+    write_hugging_face(tmp_path, TIED, params)
+    change(tmp_path, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDING)}))
     assert_same_bits(load(tmp_path)[1], params)
 
 
@@ -300,23 +290,6 @@ def test_of_a_tensor_only_the_rows_of_the_piece_are_read(family):
         assert read.shape == piece.shape_read
         lanes = 1 if piece.lane is None else piece.lane[1]  # which lie too close to be read apart
         assert read.base is None or read.base.nbytes == lanes * read.nbytes  # no view of a larger tensor
-
-
-def test_sources_that_leave_out_or_repeat_a_row_are_refused():
-    shapes = {"a": (2, 3), "b": (4, 3)}
-
-    def split(**rows):
-        """Leaves out of one tensor of six rows."""
-        return {name: Source(pieces=(Piece(tensor="ab", shape=(6, 3), rows=one),)) for name, one in rows.items()}
-
-    check_sources(split(a=(4, 6), b=(0, 4)), shapes)
-    for given, words in (
-        (split(a=(0, 4), b=(2, 6)), r"got \(4, 3\) of a, wanted shape \(2, 3\)"),
-        (split(a=(0, 2)), "got no source of b"),
-        (split(a=(0, 2), b=(1, 5)), r"rows \[\(0, 2\), \(1, 5\)\] of ab, wanted each of its 6 once"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            check_sources(given, shapes)
 
 
 def moved(body: str, head: str):

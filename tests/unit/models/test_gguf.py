@@ -4,7 +4,6 @@ import dataclasses
 import shutil
 import struct
 from functools import partial
-from pathlib import Path
 
 import gguf
 import jax
@@ -119,26 +118,6 @@ def test_a_split_file_is_one_model_and_a_folder_stands_for_its_file(tmp_path):
         read_gguf(apart / files[0].name)
 
 
-def edited(file: Path, **values) -> Path:
-    """Write a small llama with other values and tensors than it has."""
-    writer = gguf.GGUFWriter(file, values.pop("arch", "llama"))
-    for key, value in {
-        "block_count": 1,
-        "context_length": 64,
-        "embedding_length": 32,
-        "feed_forward_length": 32,
-        "attention.head_count": 2,
-        **values,
-    }.items():
-        if isinstance(value, list):
-            writer.add_array(f"{writer.arch}.{key}", value)
-        elif value is not None:
-            writer.add_uint32(f"{writer.arch}.{key}", value)
-    add_tensor(writer, "token_embd.weight", np.zeros((96, 32), np.float32))
-    close(writer)
-    return file
-
-
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
@@ -153,8 +132,18 @@ def edited(file: Path, **values) -> Path:
     ],
 )
 def test_what_is_not_supported_is_named(values, sentence, tmp_path):
+    """Of a small llama with other values and tensors than it has."""
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", values.get("arch", "llama"))
+    for key, value in (sizes | {"attention.head_count": 2} | values).items():
+        if isinstance(value, list):
+            writer.add_array(f"{writer.arch}.{key}", value)
+        elif isinstance(value, int):
+            writer.add_uint32(f"{writer.arch}.{key}", value)
+    add_tensor(writer, "token_embd.weight", np.zeros((96, 32), np.float32))
+    close(writer)
     with pytest.raises(UsageError, match=sentence):
-        load(edited(tmp_path / "model.gguf", **values))
+        load(tmp_path / "model.gguf")
 
 
 def test_a_tensor_that_would_be_left_out_is_refused(tmp_path):

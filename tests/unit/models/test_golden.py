@@ -3,14 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from dense import dense_logits, dense_pass
+from dense import dense_logits
 from places import GOLDEN
 from safetensors.numpy import load_file
 
 from et_jax.models.checkpoint import load, read_config, save_converted, write_hugging_face
-from et_jax.models.experts import choose, gate
 from et_jax.models.families.registry import FAMILIES as REGISTERED
-from et_jax.models.transformer import mix_as_trained
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 FAMILIES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
@@ -50,23 +48,3 @@ def test_weights_in_8_bits_give_nearly_the_logits_whatever_is_stacked_or_fused(f
     config, params = load(GOLDEN / family, "float32", quantize="int8")
     off = np.abs(dense_logits(config, params, golden["tokens"]) - golden["logits"]).mean()
     assert 0 < off < 0.08 * golden["logits"].std()  # a few roundings to 127ths; a wrong scale would leave nothing
-
-
-MIXTURES = [name for name in FAMILIES if "experts" in np.load(GOLDEN / name / "golden.npz")]
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_tokens_go_to_the_experts_of_transformers_with_their_weights(family):
-    config, params = load(GOLDEN / family, "float32")
-    golden = np.load(GOLDEN / family / "golden.npz")
-    assert config.experts is not None and golden["tokens"].shape[0] == 3
-
-    def noting(layer, experts, x, choices):
-        choice = choose(config.experts, gate(experts, x.reshape(-1, x.shape[-1])))
-        return mix_as_trained(config.experts, experts, x), (*choices, choice)
-
-    choices = dense_pass(config, params, golden["tokens"], (), noting)[1]
-    assert len(choices) == sum(config.experts.layers) == len(golden["experts"])
-    for choice, numbers, weights in zip(choices, golden["experts"], golden["expert_weights"], strict=True):
-        np.testing.assert_array_equal(choice.expert, numbers)
-        np.testing.assert_allclose(choice.weight, weights, atol=1e-5)

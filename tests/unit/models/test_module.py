@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from own_modules import Grouped, Plain, Wrapped, causal, own_logits
+from own_modules import Plain, Wrapped, causal, own_logits
 
 from et_jax.errors import UsageError
 from et_jax.models.module import ModuleConfig, forward
@@ -26,7 +26,7 @@ def attend(layer, q, k, v, memory, softmax):
     return causal(q, k, v), jnp.append(memory, layer)
 
 
-@pytest.mark.parametrize(("kind", "num_layers"), [(Plain, 2), (Grouped, 2), (Wrapped, 4)])
+@pytest.mark.parametrize(("kind", "num_layers"), [(Plain, 2), (Wrapped, 4)])
 def test_with_plain_attention_it_is_the_module_itself_which_stays_as_it_was(kind, num_layers):
     module = kind(VOCABULARY, rngs=nnx.Rngs(1))
     before = nnx.split(module)

@@ -8,16 +8,7 @@ import pytest
 from small_model import MODEL, configuration
 
 from et_jax.models.config import ExpertConfig
-from et_jax.models.stacks import (
-    Stack,
-    Turns,
-    by_layer,
-    compiler_options,
-    folded,
-    stacked_on,
-    stacks_of,
-    through,
-)
+from et_jax.models.stacks import Stack, Turns, by_layer, compiler_options, folded, stacked_on, stacks_of, through
 from scripts.measuring.shapes import SMALL
 
 

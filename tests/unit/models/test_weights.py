@@ -5,15 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.models.weights import (
-    Dense,
-    Int8,
-    nodes,
-    num_bytes,
-    num_numbers,
-    rounded,
-    to_int8,
-)
+from et_jax.models.weights import Dense, Int8, nodes, num_bytes, num_numbers, rounded, to_int8
 
 NUMBERS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 ROWS = np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)

@@ -1,8 +1,9 @@
-"""The settings of an engine: one list of them, each refused in one sentence, those that may change a text named."""
+"""The settings of an engine: one list, each refused in one sentence, and from which length a preset chooses."""
 
 import dataclasses
 import inspect
 
+import jax
 import pytest
 
 from et_jax import generate
@@ -13,9 +14,10 @@ from et_jax.control.experts import Mass
 from et_jax.control.presets import PRESETS, preset
 from et_jax.errors import UsageError
 from et_jax.io.knobs import knobs
-from et_jax.serve.config import EngineConfig
+from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.engine import load
 from et_jax.serve.loading import min_context
+from et_jax.serve.loading.min_context import MEASURED, NEVER, named, usual
 from et_jax.serve.requests import GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -54,7 +56,6 @@ NO_PRESET = "window is a knob of presets, and control is a Controller that no pr
         (lambda: load(progress=5), "progress is 5; it must be a function of one text."),  # pyright: ignore
         (lambda: EngineConfig().with_knobs(None, {"tolerance": 0.1}), NO_TOLERANCE),
         (lambda: EngineConfig().with_knobs(Controller(), {"window": 8}), NO_PRESET),
-        (lambda: EngineConfig().with_knobs("surely", {"window": 8}), 'control is "surely"; choose one of off'),
     ],
 )
 def test_what_cannot_be_is_told_in_one_sentence(make, said):
@@ -115,3 +116,29 @@ def test_a_call_sets_the_knobs_of_the_preset_it_names_or_the_model_has():
     assert changed == preset("certified", min_blocks=5, window=9).with_experts(Mass())
     for control in (None, "paper", given):
         assert loaded.with_knobs(control, {"tolerance": None}) is control
+
+
+CHOOSING = [name for name, one in PRESETS.items() if "min_context" in knobs(one)]
+
+
+def test_every_preset_that_chooses_is_measured_on_a_cpu_and_no_other_is():
+    assert sorted(MEASURED["cpu"]) == sorted(CHOOSING) == ["adaptive", "certified", "guarded", "paper"]
+    assert all(0 < least <= NEVER for least in MEASURED["cpu"].values())
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_named_preset_has_what_was_measured_unless_it_is_told(name):
+    assert named(name, "cpu", tolerance=0.5) == preset(name, tolerance=0.5, min_context=MEASURED["cpu"][name])
+    assert named(name, "cpu", min_context=None).min_context == MEASURED["cpu"][name]
+    assert named(name, "cpu", min_context=0) == preset(name)
+    assert named(name, "cpu", min_context=7).min_context == 7
+    assert jax.tree.structure(named(name, "cpu", min_context=0)) == jax.tree.structure(preset(name))
+
+
+def test_blocks_are_always_chosen_where_nothing_was_measured_and_by_a_preset_that_is_given():
+    for platform in ("gpu", "tpu", "unheard-of"):
+        assert usual("certified", platform) == 0 and named("certified", platform) == preset("certified")
+    given = preset("certified", tolerance=0.1)
+    assert controller(given, "cpu") is given and EngineConfig(control=given).laws is given
+    assert named("ead", "cpu", tau=0.5) == preset("ead", tau=0.5)
+    assert named("off", "cpu") == preset("off") == Controller()

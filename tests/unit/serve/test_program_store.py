@@ -66,14 +66,6 @@ def test_what_is_damaged_is_removed_and_kept_anew_with_one_sentence(unset, tmp_p
     assert line == f"A compiled program in {folder} is damaged; such programs are compiled and stored anew."
 
 
-def test_a_program_is_no_other_keys(tmp_path):
-    store = program_store.ProgramStore(tmp_path)
-    store.put("one", b"program")
-    assert store.get("one") == b"program"
-    (tmp_path / "one.program").rename(tmp_path / "other.program")
-    assert store.get("other") is None and not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_keeps_nothing_of_a_program_and_says_so_once(tmp_path, caplog):
     store, (soft, hard) = program_store.ProgramStore(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     store.put("before", b"whole")

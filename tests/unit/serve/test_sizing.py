@@ -8,12 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_model import LENGTH, MODEL
 
+from et_jax.control.budget import ConstantBudget
+from et_jax.control.compression import named
+from et_jax.control.controller import Controller
 from et_jax.errors import UsageError
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import RopeScaling
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading.sizing import DEFAULT_PAGE_SIZE, decoder_config
 
+BELOW_A_BLOCK = Controller(budget=ConstantBudget(tokens=3, segment=16))
 sizes = st.none() | st.integers(1, 200)
 
 
@@ -45,12 +49,29 @@ def test_the_cache_has_the_dtype_asked_for_or_that_of_the_weights(dtype, asked):
         ({"max_model_len": LENGTH + 1}, "so choose from 2 to that."),
         ({"num_pages": 1}, "num_pages is 1; it must be at least 2, because page 0 is the null page."),
         ({"max_resident_seqs": 3}, "max_resident_seqs is 3; it must be at least the 8 sequences that a step serves."),
+        ({"cache_budget": 32}, "cache_budget is 32; it must be a multiple of page_size, 4, above 32"),
+        ({"cache_budget": 0}, "cache_budget is 0; it must be at least 1."),
+        ({"cache_budget": named("snapkv", 34)}, "cache_budget is 34; it must be a multiple of page_size, 4, above 32."),
+        ({"cache_policy": "h2o"}, 'cache_policy is "h2o"; choose one of latent, snapkv, adakv, pyramidkv, streaming'),
+        ({"control": BELOW_A_BLOCK}, "A prefill budget of 3 tokens is less than a block of"),
     ],
 )
 def test_a_size_that_cannot_work_with_this_model_is_told(settings, said):
     with pytest.raises(UsageError) as refused:
-        decoder_config(EngineConfig(**settings, backend="xla"), MODEL, jnp.float32)
-    assert said in str(refused.value)
+        decoder_config(EngineConfig(page_size=4, **settings, backend="xla"), MODEL, jnp.float32)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_policy_is_chosen_by_its_name_or_by_its_settings():
+    """A name means the settings that a `Compression` of it would have, compressed again every quarter but by snapkv."""
+    own = named("random", 40, window=8, every=8)
+    for settings, expected in (
+        ({"cache_policy": "streaming"}, named("streaming", 36, every=9)),
+        ({"cache_policy": "snapkv"}, named("snapkv", 36)),
+        ({"cache_budget": own}, own),
+    ):
+        settings = {"page_size": 4, "cache_budget": 36, "backend": "xla"} | settings
+        assert decoder_config(EngineConfig(**settings), MODEL, jnp.float32).compression == expected
 
 
 def test_pages_that_fit_count_more_than_those_asked_for():

@@ -24,11 +24,6 @@ ECHO = "{{ messages[0].content }}"
 HANGS_AT_A = f"{{% if messages[0].content == 'A' %}}{BUSY}{{% endif %}}{ECHO}"
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setattr(chat, "SECONDS", 1.0)
-
-
 def process_of(template) -> Any:
     return template._worker._process
 
@@ -51,7 +46,8 @@ def test_a_template_that_goes_too_far_is_refused_in_one_sentence(template, words
 
 
 @pytest.mark.timeout(60)
-def test_a_template_that_hangs_is_stopped_and_given_up_after_several_times_in_a_row(impatient):
+def test_a_template_that_hangs_is_stopped_and_given_up_after_several_times_in_a_row(monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 1.0)
     template, hangs = Template(HANGS_AT_A, {}), [{"role": "user", "content": "A"}]
     assert process_of(template) is None  # nothing is started before it is needed
     unbroken = "{{ ('b' * 10**6) in ('a' * 10**6 + 'b' * 10**5) * 200 }}{{ ('a' * 10**6) | wordwrap(1) }}"
