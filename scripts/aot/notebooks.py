@@ -22,8 +22,8 @@ from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.control.temperature import Thermostat
 from et_jax.decode.backends import serving_backend
-from et_jax.models.bundled import bundled_folder
 from et_jax.models.checkpoint import read_config, stored_dtype
+from et_jax.models.hub import resolve
 from et_jax.models.module import ModuleConfig
 from et_jax.models.module_reading import read_module
 from et_jax.models.params import abstract
@@ -46,13 +46,13 @@ def warm_when_unsure(signals: Signals, state: ControlState) -> ControlState:
 class Run:
     """A decoder of a notebook: its settings as `load` takes them, and the functions that differ from its other ones.
 
-    `own` tells that it serves the module of `own_model`, else the bundled model. `usual` as in `Program`.
+    `model` is a name that `load` takes, None for the module of `own_model`. `usual` as in `Program`.
     """
 
     name: str
     settings: dict[str, Any]
     functions: tuple[str, ...] = ("decode",)
-    own: bool = False
+    model: str | None = "bundled"
     usual: bool = True
 
 
@@ -62,16 +62,20 @@ _OWN = {"max_num_seqs": 4}
 _THERMOSTAT = Controller(law=chain(FallClock(), Thermostat(2.0, gain=0.05)))
 _CERTIFIED = preset("certified", tolerance=0.05, min_blocks=1, window=16, target_entropy=0.5)
 RUNS = (
-    Run(name="quickstart", settings=_START, functions=("decode", "prefill")),
-    Run(name="quickstart law", settings=_START | {"control": Controller(law=chain(FallClock(), warm_when_unsure))}),
+    Run(name="quickstart", settings=_START, functions=("decode", "prefill"), model="smollm2"),
+    Run(
+        name="quickstart law",
+        settings=_START | {"control": Controller(law=chain(FallClock(), warm_when_unsure))},
+        model="smollm2",
+    ),
     Run(name="control thermostat", settings=_START | {"control": _THERMOSTAT}),
     Run(name="control certified", settings=_START | {"control": preset("certified", tolerance=0.05)}),
     Run(name="long_context off", settings=_LONG),
     Run(name="long_context guarded", settings=_LONG | {"control": "guarded"}),
     Run(name="long_context certified", settings=_LONG | {"control": "certified"}, functions=("decode", "prefill")),
-    Run(name="own_model", settings=_OWN, functions=("decode", "prefill"), own=True),
-    Run(name="own_model certified", settings=_OWN | {"control": _CERTIFIED}, own=True, usual=False),
-    Run(name="own_model drafts", settings=_OWN | {"draft": "lookup"}, own=True),
+    Run(name="own_model", settings=_OWN, functions=("decode", "prefill"), model=None),
+    Run(name="own_model certified", settings=_OWN | {"control": _CERTIFIED}, model=None, usual=False),
+    Run(name="own_model drafts", settings=_OWN | {"draft": "lookup"}, model=None),
 )
 
 
@@ -108,11 +112,11 @@ def notebook_program(run: Run, chip: Chip, function: str) -> Lowering:
 
 def configured(run: Run, backend: str) -> tuple[Any, Any]:
     """Return the configuration of a run's decoder on a TPU, and the shapes of its weights, of one model."""
-    if run.own:
+    if run.model is None:
         model, weights = own_module()
         dtype = model.dtype
     else:
-        folder = bundled_folder("bundled")
+        folder = resolve(run.model)
         model, dtype = read_config(folder), stored_dtype(folder, "auto")
         weights = abstract(model, dtype, stacked=stacked_on("tpu"))
     sizes = {"page_size": PAGE_SIZE, "prefill_batch": min(PREFILL_BATCH, run.settings.get("max_model_len", 512))}
