@@ -129,8 +129,9 @@ def seen_by(fault: dict[str, str], folder: Path, tests: list[str], arguments: li
     tree = Path(shutil.copytree(ROOT, folder / "copy", ignore=ignored, symlinks=True, dirs_exist_ok=True))
     place = tree / fault["file"]
     place.write_text(place.read_text(encoding="utf-8").replace(fault["old"], fault["new"]), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", f"--timeout={TEST_SECONDS}"]
-    paths = {"PYTHONPATH": str(tree), "ET_JAX_SHARED": str(ROOT.parent / "shared")}
+    options = ["-p", "unshrunk", "-q", "-x", "--no-header", "--tb=no", f"--timeout={TEST_SECONDS}"]
+    command = [sys.executable, "-m", "pytest", *options]
+    paths = {"PYTHONPATH": f"{tree}{os.pathsep}{FAULTS}", "ET_JAX_SHARED": str(ROOT.parent / "shared")}
     how = {"cwd": tree, "env": os.environ | paths, "capture_output": True, "text": True, "timeout": SECONDS}
     try:
         done = subprocess.run([*command, *tests, *arguments], **how)
