@@ -112,8 +112,8 @@ class BlockSparseLayer:
     ) -> SelectedBlocks:
         """Return the layer's blocks, selected again for the rows that are `scored`.
 
-        A row shorter than its `min_context` uses full attention; one without `refresh` reads the blocks it read last, and
-        the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
+        A row shorter than its `min_context` uses full attention; one without `refresh` reads the blocks it read last,
+        and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
         the host for that: it scores rows of no tokens.
         """
         layer = _kind(plant, softmax)

@@ -218,7 +218,9 @@ def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
     np.testing.assert_array_equal(notes_by_kernels.block_mask, notes.block_mask)
     read_by_all = int(np.bitwise_count(np.asarray(notes.block_mask)).sum())
     assert read_by_all < MODEL.num_kv_heads * np.asarray([TOKENS, 7, 9]).sum()
-    scored = np.asarray(True if reader.refresh is None else reader.refresh) & (np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8))
+    scored = np.asarray(True if reader.refresh is None else reader.refresh) & (
+        np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8)
+    )
     for name in ("kept", "entropy"):
         one, other = (np.asarray(getattr(each.by_head, name))[scored] for each in (notes_by_kernels, notes))
         np.testing.assert_allclose(one, other, atol=1e-5)
