@@ -22,7 +22,11 @@ from scripts.measuring.selectors import guarded, quest
 from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
 from scripts.measuring.teacher_forced import Forced
 
-FIGURES = OF_SCORES | {"share_bytes": Figure(header="bytes moved")}
+FIGURES = {
+    "share_read": OF_SCORES["share_read"],
+    "share_bytes": Figure(header="bytes moved"),
+    "divergence": OF_SCORES["divergence"],
+}
 CONTROLLER = replace(guarded(quest), law=chain(Controller.law, refresh.Every(1)))
 BASELINE = "by count"
 
