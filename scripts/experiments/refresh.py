@@ -39,14 +39,15 @@ class Settings(Forced):
 
 
 def ticks(steps: Float[np.ndarray, "r m"], count: int) -> Bool[np.ndarray, "r m"]:
-    """Return the moments at which a clock that advances by `steps` has passed one more of `count` equal parts."""
-    time = np.cumsum(steps, axis=1)
+    """Return the first moment, and those at which a clock that advances by `steps` enters one more of `count` parts."""
+    time = np.cumsum(steps, axis=1, dtype=np.float64)
     part = np.floor(time / time[:, -1:] * count * (1 - 1e-9))
     return np.diff(part, axis=1, prepend=-1) > 0
 
 
 def greatest(scores: Float[np.ndarray, "r m"], count: int) -> Bool[np.ndarray, "r m"]:
-    """Return the `count` moments of the greatest scores of each row."""
+    """Return the first moment of each row, and those of the greatest scores: `count` in all."""
+    scores = np.where(np.arange(scores.shape[1]) == 0, np.inf, scores)
     place = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1)
     return place < count
 
@@ -59,7 +60,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     falls = np.maximum(0.0, -np.diff(entropy, axis=1, prepend=entropy[:, :1])) + 1e-6  # a clock that never stands
 
     def arm(share: float, moments: Bool[np.ndarray, "r m"]) -> dict[str, Any]:
-        moments = moments | (np.arange(moments.shape[1]) == 0)
+        assert moments[:, 0].all(), "what is read again must have been selected"
         return bench.run(CONTROLLER, given={"tolerance": share, "refresh": moments}).by_row(*FIGURES)
 
     for share in settings.shares:
