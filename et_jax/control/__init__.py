@@ -3,6 +3,7 @@
 base, entropy                  what a law may read and set; entropy and varentropy of a distribution
 clock, temperature, temperature_rules, tolerance, priority, smoothing, guards
 view, bounds, contribution, selector, select, expected_error, bisect     block selection: which cache blocks are read
+refresh                        when a sequence selects its blocks anew
 compression, policies          when a cache is compressed and to what size; which entries it keeps
 head_tolerance                 how much attention mass each query head may leave unread
 experts                        how many experts of a mixture a token is routed to

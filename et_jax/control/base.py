@@ -120,7 +120,8 @@ class ControlState:
     """What the laws have set for a sequence.
 
     `entropy` is filtered, in nats; `entropic_time` in nats; `total_cost` in bytes, nominal; `surprisal_cap`
-    in nats (inf = off); `tolerance` is the attention mass that may be left unread; `wait` counts steps
+    in nats (inf = off); `tolerance` is the attention mass that may be left unread. With
+    `refresh` the next token selects its blocks anew, else it reads those of `block_mask` again. `wait` counts steps
     since the last token. `block_mask` packs, 32 to a word, the blocks each layer and KV head read last
     (see `unpack_blocks`). `block_mass` is the share of attention mass that each query head had on each block when that
     was last read, 1 before; None unless a selector uses it. `records` maps names to the state that laws carry from
@@ -136,6 +137,7 @@ class ControlState:
     temperature: Float[Array, "*b"]
     surprisal_cap: Float[Array, "*b"]
     tolerance: Float[Array, "*b"]
+    refresh: Bool[Array, "*b"]
     priority: Float[Array, "*b"]
     wait: Int[Array, "*b"]
     block_mask: UInt32[Array, "*b l k n32"]

@@ -37,8 +37,8 @@ class Controller:
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers use full attention
     regardless. `experts` sets how many experts of a mixture a decoded token is routed to; None is as many as trained.
-    Blocks are selected again every `refresh_every` tokens. With `residual`, blocks left
-    unread count as their mean value. A sequence of fewer than `min_context` tokens uses full attention, and no block
+    With `residual`, blocks left unread
+    count as their mean value. A sequence of fewer than `min_context` tokens uses full attention, and no block
     is scored for it; 0 is None, off. `switch` chooses between two models. `budget` selects the blocks that
     prompt segments read; without one they use full attention.
 
@@ -61,14 +61,9 @@ class Controller:
     budget: Budget | None = None
     min_context: MaybeCount = None
     dense_layers: int = static(default=0)
-    refresh_every: int = static(default=1)
     residual: bool = static(default=False)
 
     def __post_init__(self) -> None:
-        if self.refresh_every < 1:
-            raise ValueError(f"refresh_every: got {self.refresh_every}, wanted at least 1")
-        if self.residual and self.refresh_every > 1:
-            raise ValueError("residual: unread blocks are weighted by this token's query; use it with refresh_every=1")
         if not isinstance(self.budget, Budget | None):
             raise ValueError(f"budget: got {described(self.budget)}, wanted a Budget or None")
         if isinstance(self.min_context, int) and self.min_context < 1:

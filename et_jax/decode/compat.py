@@ -10,6 +10,7 @@ from typing import Any
 from et_jax.control.controller import Controller
 from et_jax.control.experts import SHARES
 from et_jax.control.selector import Selector
+from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 
 
@@ -17,7 +18,7 @@ from et_jax.errors import UsageError
 class Case:
     """Given settings, by their names in `load`, and the laws that run under them.
 
-    `steers` returns whether one token decides what the next reads, and is called only if it matters. Selectors have
+    `sets` returns the fields of the control state that the law sets, and is called only if it matters. Selectors have
     the `needs`, besides those of the laws. In a compressed cache, heads keep different numbers of entries if it
     `splits`, and at most `room` entries; a slot has `length` tokens. Drafts may be those of a `small_drafter`,
     the model may be a `mixture` of experts. None means unknown.
@@ -25,7 +26,7 @@ class Case:
 
     given: Mapping[str, Any]
     laws: Controller
-    steers: Callable[[], bool]
+    sets: Callable[[], frozenset[str]]
     num_layers: int | None = None
     mixture: bool | None = None
     needs: frozenset[str] = frozenset()
@@ -53,10 +54,17 @@ class Case:
         """The selectors of all layers; if the model is unknown, each distinct one."""
         return self.laws.selectors(self.num_layers or self.laws.dense_layers + 1)
 
+    def uses(self, need: str) -> bool:
+        """Return whether a selector needs this."""
+        return need in self.needs.union(*(selector.needs for selector in self.selectors))
+
     @property
-    def by_surprisals(self) -> bool:
-        """Whether selection depends on every token's surprisal."""
-        return "surprisals" in self.needs.union(*(selector.needs for selector in self.selectors))
+    def steers(self) -> bool:
+        """Whether the observations of one token decide what the next token reads.
+
+        Surprisals of a token affect only reads after the end of its block, and no draft extends that far.
+        """
+        return self.uses("masses") or not READING.isdisjoint(self.sets())
 
     @property
     def chooses(self) -> bool:
@@ -97,7 +105,7 @@ TABLE = (
         "{draft} is for one model, and {small} for two that take turns; leave one of them out.",
     ),
     Row(
-        lambda c: c.has("draft") and c.steers(),
+        lambda c: c.has("draft") and c.steers,
         "{draft} guesses tokens ahead, and under this control one token decides what the next reads; leave {draft} "
         "out, or choose off, certified or adaptive.",
     ),
@@ -134,7 +142,7 @@ TABLE = (
         "This control switches between two models; name the other one by {small}.",
     ),
     Row(
-        lambda c: c.switches and c.by_surprisals,
+        lambda c: c.switches and c.uses("surprisals"),
         "This control switches between two models and uses surprisals, which a model that lags behind lacks; choose "
         "another selector.",
     ),
@@ -171,7 +179,7 @@ TABLE = (
         "other.",
     ),
     Row(
-        lambda c: c.has("cache_budget") and (c.laws.refresh_every > 1 or c.by_surprisals),
+        lambda c: c.has("cache_budget") and (c.uses("surprisals") or "refresh" in c.sets()),
         "{cache_budget} drops tokens that this control uses; leave it out, or choose another control.",
     ),
     Row(

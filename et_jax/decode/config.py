@@ -19,7 +19,7 @@ from et_jax.control.selector import Selector
 from et_jax.decode import compat
 from et_jax.decode.backends import left_to_xla, scoring_backend, serving_backend
 from et_jax.decode.drafting.drafts import Drafting, Pruned
-from et_jax.decode.fresh import law_numbers, law_steers
+from et_jax.decode.fresh import law_numbers, law_sets
 from et_jax.decode.plant import Plant
 from et_jax.models import sharding
 from et_jax.models.calibration import Calibration
@@ -51,7 +51,7 @@ class DecoderConfig:
     `controller` has the structure of all laws, and the default numbers of requests.
     `keep` names what the state stores beyond the needs of the controller's selectors: "codes", "surprisals",
     "logits", the last ones of every slot. `draft` configures drafting, None disables it; laws by
-    which one token sets what the next may read (`steers_reading`) exclude drafts. `others` are the models
+    which one token sets what the next may read exclude drafts. `others` are the models
     beside it, of the same vocabulary: a small one that drafts, or is active when the controller's `switch` selects it;
     it uses full attention. With `lazy` only the small model reads prompts, the model reads them when it first
     becomes active. With `audit` each model reports which of the other's tokens were its own likeliest ones when it
@@ -122,7 +122,7 @@ class DecoderConfig:
         return compat.Case(
             given={name: one for name, one in given.items() if one},
             laws=self.controller,
-            steers=lambda: self.steers_reading,
+            sets=lambda: self.law_sets,
             num_layers=self.model.num_layers,
             mixture=self.model.experts is not None,
             needs=self.keep,
@@ -199,16 +199,9 @@ class DecoderConfig:
         return self.controller.switch is not None
 
     @property
-    def steers_reading(self) -> bool:
-        """Whether the observations of one token decide what the next token reads.
-
-        True for laws that set the tolerance or the blocks after a token, for blocks selected every few tokens, and for
-        selectors that use the last masses. Surprisals of a token affect only reads after the end of its block, and
-        no draft extends that far.
-        """
-        if self.controller.refresh_every > 1 or "masses" in self.keeps:
-            return True
-        return law_steers(self.controller, self.mask_shape, self.fresh_prompt)
+    def law_sets(self) -> frozenset[str]:
+        """The fields of `ControlState` that the controller's law sets."""
+        return law_sets(self.controller, self.mask_shape, self.fresh_prompt)
 
     @property
     def mask_shape(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The initial signals and control state of a sequence; and whether its laws steer what it reads."""
+"""The initial signals and control state of a sequence; and what its laws set."""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,6 +42,7 @@ def fresh(
             temperature=temperature,
             surprisal_cap=jnp.full((), jnp.inf, jnp.float32),
             tolerance=zero,
+            refresh=jnp.ones((), bool),
             priority=zero,
             wait=jnp.zeros((), jnp.int32),
             block_mask=jnp.zeros(mask, jnp.uint32),
@@ -51,26 +52,29 @@ def fresh(
     )
 
 
-READING = frozenset({"tolerance", "block_mask"})
+READING = frozenset({"tolerance", "refresh", "block_mask"})
 """The fields of `ControlState` that determine what the next token reads."""
 
 
-def law_steers(laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptRecord | None]) -> bool:
-    """Return whether the law sets what the next token reads, for a sequence whose mask has this shape.
+def law_sets(
+    laws: Controller, mask: tuple[int, int, int], prompt: Callable[[], budgets.PromptRecord | None]
+) -> frozenset[str]:
+    """Return the fields of `ControlState` that the law sets, records aside; a sequence's mask has this shape.
 
     A law without declared `sets`, such as a plain function, is traced.
     """
     if laws.law.sets is not None:
-        return not READING.isdisjoint(laws.law.sets)
-    steers = []
+        return laws.law.sets
+    found = set[str]()
 
     def start(temperature: Float[Array, ""]) -> ControlState:
         return fresh(law_numbers(laws), temperature, mask, prompt())
 
     def run(signals: Signals, state: ControlState) -> ControlState:
         after = updated(laws.law, signals, state)
-        steers.append(any(getattr(after, name) is not getattr(state, name) for name in READING))
+        names = {field.name for field in dataclasses.fields(state)} - {"records"}
+        found.update(name for name in names if getattr(after, name) is not getattr(state, name))
         return after
 
     jax.eval_shape(run, blank_signals(()), jax.eval_shape(start, jnp.zeros((), jnp.float32)))
-    return steers[0]
+    return frozenset(found)

@@ -155,14 +155,13 @@ def extend_rows(
     chunk = of_rows(rows, rows.take(state.table.pages), end, at)
     reader = BlockSparse(
         tolerance=control.tolerance,
-        fresh=rows.take(state.generated) % laws.refresh_every == 0,
         block_mask=control.block_mask,
         kept_mass=rows.take(state.signals.kept_mass),
         selectors=own_laws.selectors(config.model.num_layers),
         min_context=own_laws.min_context,
         skipped=None if own.skipped is None else rows.take(own.skipped),
         block_mass=control.block_mass,
-        refresh_every=laws.refresh_every,
+        refresh=control.refresh if "refresh" in config.law_sets else None,
         residual=laws.residual,
         sensitivity=config.calibration.sensitivity,
         recorded_rows=recorded_rows,

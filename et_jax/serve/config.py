@@ -14,7 +14,6 @@ from et_jax.control.presets import NAMES, preset
 from et_jax.decode import compat
 from et_jax.decode.cache.eight_bits import NAMED_8_BITS
 from et_jax.decode.drafting.drafts import Drafting, Pruned, ReadSizes, by_acceptance, by_roofline, lookup, rough_times
-from et_jax.decode.fresh import READING
 from et_jax.errors import UsageError
 from et_jax.io import values
 from et_jax.io.files import expanded
@@ -146,7 +145,7 @@ class EngineConfig:
             object.__setattr__(self, name, value)
         # a law without `sets` may depend on the model's shapes, so `sizing` checks it again once they are known
         laws = self._with_experts(controller(self.control, None))
-        compat.check(self.case(laws, steers=lambda: not READING.isdisjoint(laws.law.sets or ())))
+        compat.check(self.case(laws, sets=lambda: laws.law.sets or frozenset()))
 
     def case(self, laws: Controller, **known: Any) -> compat.Case:
         """Return the combination to check: the settings given, `laws`, and other `known` facts (`compat.Case`)."""

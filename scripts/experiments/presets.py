@@ -1,7 +1,8 @@
-"""Does a preset that reads a part of the blocks save time on a real model, by the length of the context?
+"""Does reading a part of the blocks save time on a real model, by the length of the context?
 
-The model continues the beginning of a text greedily, one sequence at a time, and the presets take turns. Each chooses
-blocks at every length. Counted is the time between the first and the last new token, traces included; what a prompt
+The model continues the beginning of a text greedily, one sequence at a time, and the arms take turns: presets, and
+Quest, which reads a fixed share of the blocks and selects them at every token or at every 16th. Each chooses blocks at
+every length. Counted is the time between the first and the last new token, traces included; what a prompt
 takes is not.
 """
 
@@ -10,17 +11,29 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from et_jax.control import refresh, tolerance
+from et_jax.control.base import chain
+from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from et_jax.serve.model import Model
+from et_jax.types import replace
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
+from scripts.measuring.selectors import guarded, quest
 from scripts.measuring.text import texts
 from scripts.measuring.timing import Round
 
 LONGEST_TOKEN = 16  # characters of a token, which few have
-ARMS = ("off", "paper", "guarded", "certified", "adaptive")
+PRESETS = ("off", "paper", "guarded", "certified", "adaptive")
+QUEST = {  # the share of blocks read, and tokens a selection
+    "quest 1/8": (0.125, 1),
+    "quest 1/8, every 16th token": (0.125, 16),
+    "quest 1/4": (0.25, 1),
+    "quest 1/4, every 16th token": (0.25, 16),
+}
+ARMS = (*PRESETS, *QUEST)
 
 
 class Settings(Base):
@@ -29,14 +42,22 @@ class Settings(Base):
     model: str = experiment.model("smollm2")
     text: Path = experiment.text()
     contexts: tuple[int, ...] = setting((2048, 4096, 7680), "tokens of the prompt", least=2, quick=(120,))
-    controls: tuple[str, ...] = setting(ARMS, "presets", choices=ARMS, quick=("off", "paper"))
+    controls: tuple[str, ...] = setting(ARMS, "presets and shares", choices=ARMS, quick=("off", "paper", "quest 1/4"))
     tokens: int = setting(64, "new tokens", least=2, quick=8)
-    rounds: int = setting(3, "rounds in which the presets take turns", least=2, quick=2)
+    rounds: int = setting(3, "rounds in which the arms take turns", least=2, quick=2)
+
+
+def controller(name: str) -> Controller:
+    """Return the controller of an arm, which chooses blocks at every length."""
+    if name in PRESETS:
+        return preset(name) if name == "off" else preset(name, min_context=0)
+    share, interval = QUEST[name]
+    return replace(guarded(quest), law=chain(Controller.law, tolerance.Constant(share), refresh.Every(interval)))
 
 
 def decoding(model: Model, name: str, prompt: list[int], tokens: int) -> Round:
-    """Return a round of new tokens after a prompt, under a preset."""
-    control = preset(name) if name == "off" else preset(name, min_context=0)
+    """Return a round of new tokens after a prompt, under the controller of an arm."""
+    control = controller(name)
 
     def timed() -> dict[str, float]:
         first, trace = 0.0, ()

@@ -231,6 +231,7 @@ class TeacherForced:
             token, true, set_before = at
             of_signals = {name for name in set_before if name.startswith(SIGNALS)}
             told = {name.removeprefix(SIGNALS): set_before.pop(name) for name in of_signals}
+            set_before = {name: one.astype(getattr(state.control, name).dtype) for name, one in set_before.items()}
             state = replace(state, control=replace(state.control, **set_before), signals=replace(state.signals, **told))
             after, output = step(config, weights, state)
             assert after.logits is not None

@@ -40,14 +40,13 @@ class BlockSparseLayer:
     """
 
     tolerance: Float[Array, " r"]
-    fresh: Bool[Array, " r"]
     last: UInt32[Array, "r k n32"]
     selector: Selector
     min_context: Int[Array, " r"] | None
     mass: Float[Array, "r h n"] | None
     sensitivity: PerQuery | None
     recorded_rows: RecordedRows | None
-    refresh_every: int = static()
+    refresh: Bool[Array, " r"] | None
     residual: bool = static()
     chooses: bool = static()
 
@@ -72,7 +71,9 @@ class BlockSparseLayer:
         blocks = blocks_of(wide, lengths, plant.page_size, softmax.window)
         if places is not None and chunk.turn is not None:
             blocks = replace(blocks, turn=chunk.turn.reshape(1), depth=cached.depth, last=places.last)
-        scored = self.fresh & long_rows(self.chooses, self.min_context, lengths)
+        scored = long_rows(self.chooses, self.min_context, lengths)
+        if self.refresh is not None:
+            scored &= self.refresh
         selected = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
         opened = selected.opened[..., :num_blocks]
@@ -84,7 +85,7 @@ class BlockSparseLayer:
         mass = self.mass
         if mass is not None and read.mass is not None:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
-            mass = known if self.refresh_every == 1 else jnp.where(self.fresh[:, None, None], known, mass)
+            mass = known if self.refresh is None else jnp.where(self.refresh[:, None, None], known, mass)
         if read.residual is not None:
             out = with_residual(out, read.residual, blocks, cached.summaries.mean)
         lse = None
@@ -111,20 +112,19 @@ class BlockSparseLayer:
     ) -> SelectedBlocks:
         """Return the layer's blocks, selected again for the rows that are `scored`.
 
-        A row shorter than its `min_context` uses full attention; one that is not `fresh` reads the blocks it read last,
+        A row shorter than its `min_context` uses full attention; one without `refresh` reads the blocks it read last,
         and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
         the host for that: it scores rows of no tokens.
         """
         layer = _kind(plant, softmax)
-        always = self.chooses and self.refresh_every == 1 and self.min_context is None
+        always = self.chooses and self.refresh is None and self.min_context is None
         by_kernel = platform() == "gpu"
         fallback = None
         if not always:
-            last = None if self.refresh_every == 1 else PerHead(array=self.last)
             fallback = Fallback(
                 long=PerRow(array=long_rows(self.chooses, self.min_context, blocks.length).astype(jnp.int32)),
-                fresh=PerRow(array=self.fresh.astype(jnp.int32)),
-                last=last,
+                refresh=None if self.refresh is None else PerRow(array=self.refresh.astype(jnp.int32)),
+                last=None if self.refresh is None else PerHead(array=self.last),
             )
 
         def known(given: tuple) -> SelectorInputs:
@@ -151,8 +151,11 @@ class BlockSparseLayer:
             return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
 
         shapes = jax.eval_shape(select, given)
-        if self.refresh_every > 1 and shapes.upper is not None:
-            raise ValueError("refresh_every: a certified selector's proof holds only for this token's query; use 1")
+        if self.refresh is not None and (self.residual or shapes.upper is not None):
+            raise ValueError(
+                "refresh: a residual and a certified selector's proof hold only for this token's query, and the law "
+                "keeps blocks for later tokens; take another selector, without residual, or a law that sets no refresh"
+            )
         if always or (by_kernel and self.chooses):
 
             def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> SelectedBlocks:

@@ -70,8 +70,8 @@ class FullAttention:
 class BlockSparse:
     """Block-sparse attention of rows of one token to the blocks that each layer's selector chooses; records them.
 
-    Blocks are selected every `refresh_every` tokens: a row that is not `fresh` reads the blocks of `block_mask`, the
-    last ones, again; `kept_mass` is their share of mass then. `selectors` are those of every layer, their numbers
+    A row without `refresh` reads the blocks of `block_mask`, the last ones, again; `kept_mass` is their share of mass
+    then. None selects for every row. `selectors` are those of every layer, their numbers
     with an entry per row. A row of fewer than `min_context` tokens uses full attention without scores; None scores
     every row. Without `chooses` no row is that long, and the program contains no selection. `skipped` counts the
     leading blocks in which a KV head has no entries, None if all heads have all. `block_mass` is the share of each
@@ -81,14 +81,13 @@ class BlockSparse:
     """
 
     tolerance: Float[Array, " r"]
-    fresh: Bool[Array, " r"]
     block_mask: UInt32[Array, "r l k n32"]
     kept_mass: Float[Array, " r"]
     selectors: tuple[Selector, ...]
     min_context: Int[Array, " r"] | None = None
     skipped: Int[Array, "r l k"] | None = None
     block_mass: Float[Array, "r l h n"] | None = None
-    refresh_every: int = static(default=1)
+    refresh: Bool[Array, " r"] | None = None
     residual: bool = static(default=False)
     sensitivity: Table | None = static(default=None)
     recorded_rows: RecordedRows | None = None
@@ -116,13 +115,12 @@ class BlockSparse:
                 sensitivity = PerQuery(array=jnp.asarray(of_layers), layer=layer.number.reshape(1))
         return BlockSparseLayer(
             tolerance=self.tolerance,
-            fresh=self.fresh,
             last=layer.of(self.block_mask, axis=1),
             selector=selector,
             min_context=self.min_context,
             mass=mass,
             sensitivity=sensitivity,
-            refresh_every=self.refresh_every,
+            refresh=self.refresh,
             residual=self.residual,
             recorded_rows=self.recorded_rows,
             chooses=self.chooses,
@@ -134,9 +132,10 @@ class BlockSparse:
         records = written_out(plant, chunk, self.skipped, records)
         long = long_rows(self.chooses, self.min_context, lengths)
         kept_mass = jnp.where(long, self.kept_mass, 1.0)
+        scored = long if self.refresh is None else long & self.refresh
         summaries = count_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
-            selected_reads(records, self.fresh & long, kept_mass, summaries),
+            selected_reads(records, scored, kept_mass, summaries),
             block_masks=by_layer(records, attrgetter("block_mask"), axis=1),
             block_masses=by_layer(records, attrgetter("block_mass"), axis=1),
         )

@@ -258,12 +258,12 @@ class SelectedBlocks:
 class Fallback:
     """The rows that do not use this token's selection: fields as in `BlockSparse`.
 
-    A row that is not `long` attends to all blocks. A row that is not `fresh` attends to the blocks packed in `last`.
-    Booleans are 0 and 1.
+    A row that is not `long` attends to all blocks. A row without `refresh` attends to the blocks packed in `last`;
+    both are None if every row selects. Booleans are 0 and 1.
     """
 
     long: Any
-    fresh: Any
+    refresh: Any
     last: Any
 
 
@@ -276,7 +276,7 @@ def selected_blocks(
     if fallback is not None:
         if fallback.last is not None:
             last = unpack_blocks(fallback.last)[:num_blocks]
-            opened = jnp.where(fallback.fresh > 0, opened, (last & own.readable) | own.certain)
+            opened = jnp.where(fallback.refresh > 0, opened, (last & own.readable) | own.certain)
         opened = jnp.where(fallback.long > 0, opened, own.readable)
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     before = jnp.cumsum(opened, dtype=jnp.int32)

@@ -115,7 +115,7 @@ def beside(
         chunk, prefill_batch = _prefill_sizes(settings, config.max_length, config.page_size, laws.budget)
     alone = partial(replace, config, draft=None, others=(), lazy=False, audit=False, keep=keep)
     alone = partial(alone, controller=laws, chunk=chunk, prefill_batch=prefill_batch)
-    _check(settings, config, laws, keep, lambda: alone().steers_reading, for_one_call)
+    _check(settings, config, laws, keep, lambda: alone().law_sets, for_one_call)
     for name, other in zip(settings.others, others, strict=True):
         _check_beside(name, other, config)
     copied = (sharding.with_copies(other, settings.tensor_parallel) for other in others)
@@ -145,14 +145,14 @@ def _check(
     config: DecoderConfig,
     laws: Controller,
     keep: frozenset[Keep],
-    steers: Callable[[], bool],
+    sets: Callable[[], frozenset[str]],
     for_one_call: bool,
 ) -> None:
     """Raise UsageError if the settings, the sizes derived from them and the laws are not supported together."""
     layout = config.layout
     case = settings.case(
         laws,
-        steers=steers,
+        sets=sets,
         num_layers=config.model.num_layers,
         mixture=config.model.experts is not None,
         needs=keep,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_model import MODEL, PAGE, configuration, dense, prompt, start, weights
 
-from et_jax.control import contribution, select, tolerance
+from et_jax.control import contribution, refresh, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.controller import Controller
 from et_jax.control.smoothing import EmaEntropy
@@ -21,9 +21,9 @@ SLOT, TOKENS = 2, prompt(7, 29)
 
 
 @functools.cache
-def made(share: float = 0.2, cache_dtype=jnp.float32, **control) -> decoding.Decoder:
+def made(share: float = 0.2, cache_dtype=jnp.float32, laws: tuple = (), **control) -> decoding.Decoder:
     """A decoder that chooses blocks at a tolerance."""
-    controller = Controller(law=chain(EmaEntropy(), tolerance.Constant(share)), **control)
+    controller = Controller(law=chain(EmaEntropy(), tolerance.Constant(share), *laws), **control)
     return decoding.decoder(configuration(controller=controller, cache_dtype=cache_dtype, dtype=jnp.float32))
 
 
@@ -44,7 +44,7 @@ def walk(d, steps: int = 16):
 
 
 def test_between_two_refreshes_the_blocks_last_read_are_read_again_and_the_first_layers_may_read_everything():
-    _, _, signals, masks = walk(made(selector=select.Quest(2), refresh_every=3, dense_layers=1), steps=10)
+    _, _, signals, masks = walk(made(selector=select.Quest(2), laws=(refresh.Every(3),), dense_layers=1), steps=10)
     changed = 0
     for t in range(10):
         newest = (len(TOKENS) - 1 + t) // PAGE
@@ -99,6 +99,6 @@ def test_codes_and_the_cache_s_own_bytes_count_in_cost(cache_dtype):
 
 def test_blocks_of_a_certificate_cannot_be_read_again():
     """It holds for its own query alone."""
-    with pytest.raises(ValueError, match="refresh_every"):
-        d = made(selector=CERTIFIED, refresh_every=2)
+    with pytest.raises(ValueError, match="refresh"):
+        d = made(selector=CERTIFIED, laws=(refresh.Every(2),))
         jax.eval_shape(d.step, (weights(),), jax.eval_shape(d.empty))

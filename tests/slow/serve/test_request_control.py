@@ -62,5 +62,5 @@ def test_controllers_made_in_a_loop_compile_once_and_few_decoders_are_kept(model
     decoders = [model.decoder(laws(i)) for i in range(3)]
     assert decoders[0].step is decoders[2].step and decoders[2].config.controller == laws(2)
     for i in range(1, 12):
-        model.decoder(replace(laws(0), refresh_every=1 + i))
+        model.decoder(replace(laws(0), dense_layers=1 + i))
     assert len(model._decoders.compiled) <= 4

@@ -31,8 +31,8 @@ def state():
 
     def build(law=None, shape=(), **fields) -> ControlState:
         zeros = ("entropy", "entropic_time", "total_cost", "tolerance", "priority", "wait")
-        numbers = dict.fromkeys(zeros, 0.0) | {"temperature": 1.0, "surprisal_cap": np.inf} | fields
-        kinds = dict.fromkeys(numbers, jnp.float32) | {"wait": jnp.int32}
+        numbers = dict.fromkeys(zeros, 0.0) | {"temperature": 1.0, "surprisal_cap": np.inf, "refresh": True} | fields
+        kinds = dict.fromkeys(numbers, jnp.float32) | {"wait": jnp.int32, "refresh": bool}
         arrays = {name: jnp.broadcast_to(jnp.asarray(x, kinds[name]), shape) for name, x in numbers.items()}
         start = ControlState(**arrays, block_mask=jnp.zeros((*shape, 1, 1, 1), jnp.uint32), records={})
         return start if law is None else law.init(start)

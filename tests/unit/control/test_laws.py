@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.control import clock, guards, priority, temperature, tolerance
+from et_jax.control import clock, guards, priority, refresh, temperature, tolerance
 from et_jax.control.base import chain
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.types import replace
@@ -78,6 +78,17 @@ def sum_of_raised(x):
     return sum(np.maximum(x[name], 1.0) for name in ("entropy", "entropy_low", "entropy_high"))
 
 
+def at_ticks(x):
+    """Every 1.5 nats of the sum of falls since the last selection, and after four tokens."""
+    time, at, last, rows = np.zeros(SEQUENCES), np.zeros(SEQUENCES), np.zeros(SEQUENCES), []
+    for t, fall in enumerate(np.maximum(0, falls(x)), start=1):
+        time = time + fall
+        again = (time - at >= 1.5) | (t - last >= 4)
+        at, last = np.where(again, time, at), np.where(again, t, last)
+        rows.append(again)
+    return np.stack(rows)
+
+
 MIROSTAT = temperature.Mirostat2(3.0, 0.2)
 HELD = guards.Clipped(temperature.Mirostat2(3.0, 1.0), "surprisal_cap", 1.0, 5.0)
 PAPER = tolerance.EntropyThreshold(0.3, 2.0)
@@ -118,6 +129,8 @@ LAWS = {
     PAPER: ("tolerance", 0.0, lambda x: 0.3 * np.clip(1 - x["entropy"] / 2.0, 0, 1)),
     tolerance.EntropyTolerance(varentropy_limit=9.0, least_margin=0.3): ("tolerance", 1e-3, loop(1e-3, tolerated)),
     tolerance.Constant(0.02): ("tolerance", 0.02, lambda x: np.full_like(x["entropy"], 0.02)),
+    refresh.Every(3): ("refresh", True, lambda x: x["generated"] % 3 == 0),
+    chain(clock.FallClock(), refresh.EntropicTime(1.5, 4)): ("refresh", True, at_ticks),
     tolerance.Shuffled(REPLAYED, first=0.7): ("tolerance", 0.7, replayed),
 }
 

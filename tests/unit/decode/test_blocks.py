@@ -157,13 +157,12 @@ def read(reader, softmax: Softmax, depth: int = 1):
 def pruned(selector, residual: bool = False) -> BlockSparseLayer:
     return BlockSparseLayer(
         tolerance=jnp.full(ROWS, 0.3),
-        fresh=jnp.ones(ROWS, bool),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
         selector=jax.tree.map(lambda number: jnp.full(ROWS, number), selector),
         min_context=None,
         mass=None,
         sensitivity=None,
-        refresh_every=1,
+        refresh=None,
         residual=residual,
         recorded_rows=None,
         chooses=True,
@@ -200,7 +199,7 @@ SHARES = jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(TOKENS), (ROWS, 
     "reader",
     [
         mixed_rows(Quest(3)),
-        mixed_rows(Quest(3), refresh_every=4, fresh=jnp.asarray([True, True, False]), min_context=jnp.full(ROWS, 8)),
+        mixed_rows(Quest(3), refresh=jnp.asarray([True, True, False]), min_context=jnp.full(ROWS, 8)),
         mixed_rows(Guarded(ActiveSet(), sinks=1, window=2, min_blocks=2), mass=SHARES, min_context=jnp.full(ROWS, 8)),
         mixed_rows(Certified(chord_bounds), residual=True, min_context=jnp.full(ROWS, 8)),
     ],
@@ -219,7 +218,9 @@ def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
     np.testing.assert_array_equal(notes_by_kernels.block_mask, notes.block_mask)
     read_by_all = int(np.bitwise_count(np.asarray(notes.block_mask)).sum())
     assert read_by_all < MODEL.num_kv_heads * np.asarray([TOKENS, 7, 9]).sum()
-    scored = np.asarray(reader.fresh) & (np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8))
+    scored = np.asarray(True if reader.refresh is None else reader.refresh) & (
+        np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8)
+    )
     for name in ("kept", "entropy"):
         one, other = (np.asarray(getattr(each.by_head, name))[scored] for each in (notes_by_kernels, notes))
         np.testing.assert_allclose(one, other, atol=1e-5)

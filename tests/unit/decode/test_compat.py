@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from small_model import LENGTH, MODEL, OTHER
 
+from et_jax.control import refresh
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
@@ -38,7 +39,7 @@ REFUSED = [
     ({"draft": "lookup", "small": "bundled-small"}, "draft is for one model, and small for two that take turns;"),
     ({"draft": "lookup", "control": "paper"}, "draft guesses tokens ahead, and under this control one token decides"),
     ({"draft": "lookup", "control": SETS_TOLERANCE}, "draft guesses tokens ahead"),
-    ({"draft": "lookup", "control": Controller(selector=Quest(2), refresh_every=4)}, "draft guesses tokens ahead"),
+    ({"draft": "lookup", "control": Controller(selector=Quest(2), law=refresh.Every(4))}, "draft guesses tokens ahead"),
     ({"draft_tokens": 8}, "draft_tokens is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft_length": "fixed"}, "draft_length is for drafts; set draft to lookup, to self, or to a smaller model."),
     ({"draft": "lookup", "draft_share": 0.1}, "draft_share is for a model that drafts for itself; set draft to self."),
@@ -61,7 +62,7 @@ REFUSED = [
     ),
     ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget drops entries of a second model in the same pages"),
     ({"cache_budget": 36, **TURNS}, "cache_budget drops entries of a second model in the same pages, and small names"),
-    ({"cache_budget": 36, "control": Controller(selector=Quest(2), refresh_every=2)}, "cache_budget drops tokens"),
+    ({"cache_budget": 36, "control": Controller(selector=Quest(2), law=refresh.Every(2))}, "cache_budget drops tokens"),
     ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget drops tokens that"),
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
@@ -103,7 +104,7 @@ def test_a_control_for_one_call_meets_the_same_table_but_may_leave_idle_what_ser
         ({"draft": "bundled-small"}, preset("ead"), "^draft is for one model"),
         ({"draft": "bundled-small"}, preset("paper"), "^draft guesses"),
         ({"draft": "bundled-small"}, SETS_TOLERANCE, "^draft guesses"),
-        ({"cache_budget": 36}, Controller(selector=Quest(2), refresh_every=2), "^cache_budget drops tokens"),
+        ({"cache_budget": 36}, Controller(selector=Quest(2), law=refresh.Every(2)), "^cache_budget drops tokens"),
     ):
         with pytest.raises(UsageError, match=sentence):
             beside(EngineConfig(**plain | settings), sized(**settings), control, (OTHER,) * ("draft" in settings))

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental.layout import Format, Layout
 from small_model import configuration
 
+from et_jax.control import refresh
 from et_jax.control.base import as_value
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
@@ -236,7 +237,7 @@ def test_a_configuration_is_told_by_all_but_the_numbers_of_its_laws(programs):
         configuration(draft=Drafting(most=7)),
         configuration(cache_dtype=jnp.bfloat16),
         configuration(controller=preset("certified")),
-        configuration(controller=Controller(refresh_every=2)),
+        configuration(controller=Controller(law=refresh.Every(2))),
         configuration(model=dataclasses.replace(plain.model, norm_eps=2e-5)),
     ]
     told = [program_key.config_text(one) for one in (plain, *others)]
