@@ -1,4 +1,4 @@
-"""A plugin of pytest by which hypothesis does not shrink what fails, for `scripts/plant_faults.py`: that takes minutes."""
+"""A plugin of pytest by which hypothesis shrinks no failure, which takes minutes: for `scripts/plant_faults.py`."""
 
 from hypothesis import Phase, settings
 

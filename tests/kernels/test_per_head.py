@@ -230,7 +230,7 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
     )
     long, fresh = (PerRow(array=numbers(rng.random(ROWS) < 0.9, jnp.int32)) for _ in range(2))
     words = rng.integers(0, 2**32, (ROWS, HEADS, BLOCKS // 32), dtype=np.uint32)
-    return inputs, inputs.length, Fallback(long=long, fresh=fresh, last=PerHead(array=jnp.asarray(words)))
+    return inputs, inputs.length, Fallback(long=long, refresh=fresh, last=PerHead(array=jnp.asarray(words)))
 
 
 KINDS = [(None, None, 4), (37, None, 3), (None, 30.0, 2)]  # window, soft cap, query heads of a KV head
