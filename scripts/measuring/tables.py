@@ -83,17 +83,21 @@ _OVER = {"difference": "over the baseline", "saving": "saved of the baseline's",
 def _interval(figure: Mapping[str, Any]) -> str | None:
     if not figure:
         return None
-    value = f"{figure['value']:.3g}"
-    return value if "low" not in figure else f"{value} ({figure['low']:.3g} to {figure['high']:.3g})"
+    return _ranged(figure, "value", ".3g") if "low" in figure else f"{figure['value']:.3g}"
+
+
+def _ranged(found: Mapping[str, float], value: str, form: str) -> str:
+    """Return a value with its interval, alone where both look alike."""
+    shown, low, high = (f"{found[name]:{form}}" for name in (value, "low", "high"))
+    return shown if low == high == shown else f"{shown} ({low} to {high})"
 
 
 def _compared(kind: str, found: Mapping[str, Any] | None) -> str | None:
     if found is None:
         return None
     if kind == "saving":
-        return f"{found['share']:+.0%} ({found['low']:+.0%} to {found['high']:+.0%})"
-    signed = "+.3g" if kind == "difference" else ".3g"
-    return f"{found['value']:{signed}} ({found['low']:{signed}} to {found['high']:{signed}})"
+        return _ranged(found, "share", "+.0%")
+    return _ranged(found, "value", "+.3g" if kind == "difference" else ".3g")
 
 
 def origin(name: str, run: Mapping[str, Any]) -> str:
