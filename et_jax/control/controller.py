@@ -37,10 +37,9 @@ class Controller:
 
     `selector` is one for all layers, or one per layer; the first `dense_layers` layers use full attention
     regardless. `experts` sets how many experts of a mixture a decoded token is routed to; None is as many as trained.
-    With `residual`, blocks left unread
-    count as their mean value. A sequence of fewer than `min_context` tokens uses full attention, and no block
-    is scored for it; 0 is None, off. `switch` chooses between two models. `budget` selects the blocks that
-    prompt segments read; without one they use full attention.
+    With `residual`, blocks left unread count as their mean value. A sequence of fewer than `min_context` tokens uses
+    full attention, and no block is scored for it; 0 is None, off. `switch` chooses between two models. `budget` selects
+    the blocks that prompt segments read; without one they use full attention.
 
     Controllers with equal `jax.tree.structure` differ only in numbers: one program runs them for
     different sequences of one batch. Plain functions are accepted everywhere, and equal only themselves.

@@ -22,7 +22,7 @@ class Every(Law):
     sets = frozenset({"refresh"})
 
     def __post_init__(self) -> None:
-        if self.num_tokens < 1:
+        if isinstance(self.num_tokens, int) and self.num_tokens < 1:
             raise ValueError(f"Every: num_tokens is {self.num_tokens}; it must be at least 1")
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
@@ -49,6 +49,12 @@ class EntropicTime(Law):
     most_tokens: Count = 64
 
     sets = frozenset({"refresh"})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, float) and self.step <= 0:
+            raise ValueError(f"EntropicTime: step is {self.step:g}; it must be above 0 nats")
+        if isinstance(self.most_tokens, int) and self.most_tokens < 1:
+            raise ValueError(f"EntropicTime: most_tokens is {self.most_tokens}; it must be at least 1")
 
     def init(self, state: ControlState) -> ControlState:
         """Record that the first token selects."""

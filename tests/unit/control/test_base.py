@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from drawn_blocks import blocks
 
-from et_jax.control import select
+from et_jax.control import refresh, select
 from et_jax.control.base import Chain, ControlState, Law, Signals, chain, one_like, started, updated, with_record
 from et_jax.control.budget import ConstantBudget, MassBudget
 from et_jax.control.clock import FallClock, RecordClock
@@ -119,6 +119,9 @@ def one_number(view):
         (lambda: Compression(budget=32), "budget: got 32, wanted "),
         (lambda: Compression(budget=42).layout(4, (None,)), "budget: got 42, wanted "),
         (lambda: select.ActiveSet(look_every=0), "look_every is 0; it must be at least 1, or None"),
+        (lambda: refresh.Every(0), "num_tokens is 0; it must be at least 1"),
+        (lambda: refresh.EntropicTime(0.0), "step is 0; it must be above 0 nats"),
+        (lambda: refresh.EntropicTime(1.0, 0), "most_tokens is 0; it must be at least 1"),
         (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
         (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
         (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),
