@@ -183,6 +183,11 @@ TABLE = (
         "{cache_budget} drops tokens that this control uses; leave it out, or choose another control.",
     ),
     Row(
+        lambda c: c.laws.residual and "refresh" in c.sets(),
+        "This control keeps a selection for several tokens, and its residual holds for one query; set residual=False, or "
+        "leave out the law of refresh.",
+    ),
+    Row(
         lambda c: c.splits and c.chooses,
         "This control selects blocks, and the policy of {cache_budget} lets heads keep different numbers of them; "
         "choose latent, or another control.",

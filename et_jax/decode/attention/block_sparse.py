@@ -151,10 +151,10 @@ class BlockSparseLayer:
             return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
 
         shapes = jax.eval_shape(select, given)
-        if self.refresh is not None and (self.residual or shapes.upper is not None):
+        if self.refresh is not None and shapes.upper is not None:
             raise ValueError(
-                "refresh: a residual and a certified selector's proof hold only for this token's query, and the law "
-                "keeps blocks for later tokens; take another selector, without residual, or a law that sets no refresh"
+                "refresh: a certified selector's proof holds for this token's query alone, and the law keeps its blocks "
+                "for later tokens; take another selector, or leave out the law"
             )
         if always or (by_kernel and self.chooses):
 
