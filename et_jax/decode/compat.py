@@ -184,8 +184,8 @@ TABLE = (
     ),
     Row(
         lambda c: c.laws.residual and "refresh" in c.sets(),
-        "This control keeps a selection for several tokens, and its residual holds for one query; set residual=False, or "
-        "leave out the law of refresh.",
+        "This control keeps a selection for several tokens, and its residual holds for one query; set residual=False, "
+        "or leave out the law of refresh.",
     ),
     Row(
         lambda c: c.splits and c.chooses,

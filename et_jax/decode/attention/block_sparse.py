@@ -153,8 +153,8 @@ class BlockSparseLayer:
         shapes = jax.eval_shape(select, given)
         if self.refresh is not None and shapes.upper is not None:
             raise ValueError(
-                "refresh: a certified selector's proof holds for this token's query alone, and the law keeps its blocks "
-                "for later tokens; take another selector, or leave out the law"
+                "refresh: a certified selector's proof holds for this token's query alone, and the law keeps its "
+                "blocks for later tokens; take another selector, or leave out the law"
             )
         if always or (by_kernel and self.chooses):
 

@@ -63,7 +63,7 @@ REFUSED = [
     ({"cache_budget": 36, "draft": "bundled-small"}, "cache_budget drops entries of a second model in the same pages"),
     ({"cache_budget": 36, **TURNS}, "cache_budget drops entries of a second model in the same pages, and small names"),
     ({"cache_budget": 36, "control": Controller(selector=Quest(2), law=refresh.Every(2))}, "cache_budget drops tokens"),
-    ({"control": Controller(selector=Quest(2), law=refresh.Every(2), residual=True)}, "This control keeps a selection"),
+    ({"control": Controller(selector=Quest(2), law=refresh.Every(2), residual=True)}, "This control keeps"),
     ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget drops tokens that"),
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
