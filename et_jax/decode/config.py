@@ -170,6 +170,11 @@ class DecoderConfig:
         return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property
+    def most_per_step(self) -> int:
+        """The most tokens that a step produces for a sequence."""
+        return 1 if self.draft is None else 1 + self.draft.most
+
+    @property
     def full_variant(self) -> Variant:
         """The decode program with all abilities."""
         return Variant(self.batch, self.draft is not None, True)

@@ -41,7 +41,8 @@ def decode(
 ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is runnable.
 
-    With `until_end` it also stops after a step that ends a sequence, because another may be waiting for the slot. A
+    With `until_end` it runs no step after one that ended a sequence, until the slot is released, because another
+    sequence may be waiting for the slot. A
     smaller `variant` has only the named abilities; without drafts it stops when the model self-drafts and a
     draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned number were run.
     """
@@ -66,7 +67,7 @@ def decode(
             stop |= jnp.any(state.runnable & state.draft.wanted)
         return i + 1, state, outputs, stop
 
-    start = jnp.int32(0), state, outputs, jnp.bool_(False)
+    start = jnp.int32(0), state, outputs, until_end & jnp.any(state.ended)
     ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)
     return state, outputs, ran
 

@@ -74,6 +74,7 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         state,
         active=state.active.at[slot].set(False),
         length=state.length.at[slot].set(0),
+        generated=state.generated.at[slot].set(0),
         plants=tuple(plant.emptied(slot) for plant in state.plants),
         logprobs=state.logprobs.at[slot].set(False),
         sampling=jax.tree.map(lambda x, y: x.at[slot].set(y), state.sampling, sampling.plain(())),

@@ -68,6 +68,11 @@ class DecodeState:
         return self.active & (self.allowance > 0)
 
     @property
+    def ended(self) -> Bool[Array, " b"]:
+        """Which slots have a sequence that has produced its last token and is not released yet."""
+        return ~self.active & (self.generated > 0)
+
+    @property
     def num_cached(self) -> Int[Array, " b"]:
         """Cached tokens of each slot: those of its text so far, less those that compression dropped."""
         shift = self.plants[MODEL].shift

@@ -2,35 +2,26 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
-import numpy as np
 
-from et_jax.decode import faults
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import Decoder
-from et_jax.decode.plant import Weights, costs
-from et_jax.decode.sampling.steering import MOST_FORCED
+from et_jax.decode.plant import Weights
 from et_jax.scope import own_settings
 from et_jax.serve import chunks
-from et_jax.serve.clocks.step_clock import StepClock
+from et_jax.serve.bursts import Bursts
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.device import Device
 from et_jax.serve.memory.page_pool import Compressing, PagePool
 from et_jax.serve.metrics import Metrics
 from et_jax.serve.programs.compilation import made
 from et_jax.serve.queue import Queue
-from et_jax.serve.records import Burst, StepRow, prompt_read
+from et_jax.serve.records import prompt_read
 from et_jax.serve.sequence import Sequence, Status
 from et_jax.serve.slots import Slots
-from et_jax.text.grammar import Bits
-from et_jax.types import replace
-
-_BURST_SECONDS = 0.05
-_CONSTRAINED_SHARE = 0.8  # of a burst, if sequences with a grammar run: they get one unforced token per burst
 
 
 @contextlib.contextmanager
@@ -44,8 +35,8 @@ class Replica:
     """The decode state of one decoder, and the sequences in its slots.
 
     Every round prefills at most `max_num_batched_tokens` tokens of `settings`, the rows of a step included, and decodes
-    for about `burst_seconds`. With `cache_prefixes` full pages of prompts are cached and shared. Every `preempt_every`
-    rounds (0: never) a sequence is preempted without need, to test that its tokens do not change.
+    a burst of steps. With `cache_prefixes` full pages of prompts are cached and shared. Every `preempt_every` rounds
+    (0: never) a sequence is preempted without need, to test that its tokens do not change.
 
     Sequences come from `queue`, and return to it if pages run out. A round owns the queue's lock except while it waits
     for the device, and the replica's own `lock` throughout, because the state is donated. A host error of a sequence
@@ -66,26 +57,20 @@ class Replica:
     ) -> None:
         self.config, self.queue, self.metrics = decoder.config, queue, metrics
         self.device = Device(weights, decoder)
-        self._most_per_step = 1 if self.config.draft is None else 1 + self.config.draft.most
         self.pool = PagePool(
             num_pages=self.config.num_pages,
             page_size=self.config.page_size,
             chunk=self.config.chunk,
             cache_prefixes=cache_prefixes,
-            most_per_step=self._most_per_step,
+            most_per_step=self.config.most_per_step,
             compressing=_compressing(self.config),
         )
         self.lock, self.broken, self.under_way = threading.Lock(), False, False
-        self.burst_seconds = _BURST_SECONDS
         self._caches_prefixes, self._preempt_every = cache_prefixes, settings.preempt_every
         self._batched_tokens = settings.max_num_batched_tokens
-        self._costs = costs(self.config.plants, weights, self.device.state.plants, self.config.by_mass_of)
-        self._clock = StepClock(self.config)
-        if (laws := self._clock.begin()) is not None:
-            self.device.set_draft_laws(laws)
         self._rounds = 0
-        self._steps = 1
         self.slots = Slots(self.config, self.device, self.pool, queue, metrics)
+        self.bursts = Bursts(self.slots)
 
     # Rounds.
 
@@ -110,24 +95,42 @@ class Replica:
 
     def _advance(self) -> None:
         before, making = made(), self.device.making
-        try:
+        with self._breaking():
             self._round()
-        except BaseException:
-            self.broken = True
-            raise
         late = made() - before
         self.metrics.add_programs(late)
         if not (making or self.device.making):  # else a background compilation may be counted
             self.metrics.programs_compiled_late += late.programs
 
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
+
     def _round(self) -> None:
         self._rounds += 1
         self.end_abandoned()
-        if self._preempt_every and self._rounds % self._preempt_every == 0:
-            self.slots.preempt_one(self._rounds // self._preempt_every)
-        self.slots.admit()
-        pending = self._prefill()
-        self._decode(pending)
+        if not self.bursts.in_flight:
+            if self._preempts(self._rounds):
+                self.slots.preempt_one(self._rounds // self._preempt_every)
+            self.slots.admit()
+            self.bursts.start(pending=self._prefill())
+        if self.bursts.in_flight:
+            self.bursts.finish(may_run_ahead=not self._preempts(self._rounds + 1))
+
+    def _preempts(self, number: int) -> bool:
+        """Return whether a sequence is preempted without need in this round."""
+        return self._preempt_every > 0 and number % self._preempt_every == 0
+
+    @placed()
+    def drain(self) -> None:
+        """Deliver the tokens of the burst in flight, if there is one; the caller holds this lock and the queue's."""
+        if self.bursts.in_flight and not self.broken:
+            with self._breaking():
+                self.bursts.finish(may_run_ahead=False)
 
     @property
     def idle(self) -> bool:
@@ -222,98 +225,6 @@ class Replica:
         self.pool.run(slot)
         sequence.status = Status.RUNNING
         return None
-
-    # Tokens.
-
-    def _decode(self, pending: bool) -> None:
-        """Run a burst: a single step while prompts are `pending`, else as many as fit into `burst_seconds`."""
-        ahead = self._constrain()
-        if not self.slots.having(Status.RUNNING):
-            return
-        if any(sequence.deadline is not None for sequence in self.slots.sequences.values()):
-            self.device.set_urgency({slot: sequence.urgency for slot, sequence in self.slots.sequences.items()})
-        most = self.pool.steps_to_point
-        steps = 1 if pending else self._steps_beside(ahead)
-        steps = self.slots.make_room(steps if most is None else min(steps, most))
-        promises, self.device.promises = self.device.promises, []
-        running = self.slots.having(Status.RUNNING).values()
-        may_choose = any(self.config.may_choose(sequence.laws) for sequence in running)
-        began, waiting = time.perf_counter(), bool(self.queue.waiting)
-        outputs, ran, variant = self.device.decode(steps, len(running), may_choose=may_choose, until_end=waiting)
-        asked = {slot: sequence.request.params.logprobs for slot, sequence in self.slots.sequences.items()}
-        if not any(asked.values()):
-            outputs = replace(outputs, top_tokens=None, top_logprobs=None)
-        output, ran, granted = self.queue.fetched((outputs, ran, promises))
-        ran = int(ran)
-        if not all(map(np.all, granted)) or output.refused[:ran].any():
-            raise RuntimeError("a sequence did not get the pages that were reserved for it")
-        seconds = time.perf_counter() - began
-        self.device.record(len(running), variant, seconds)
-        if not promises:  # with promises, `seconds` includes a prefill
-            self._steps = int(np.clip(self.burst_seconds * max(ran, 1) / seconds, 1, self.config.max_steps))
-            compiling = self.device.making  # a concurrent compilation slows the steps
-            laws = None if compiling else self._clock.record(output, ran, seconds, variant)
-            if laws is not None:
-                self.device.set_draft_laws(laws)
-        self.metrics.steps += ran
-        burst = Burst(self._costs, output, ran)
-        for step in range(ran):
-            num_sharing = burst.num_sharing(step, self.slots.having(Status.RUNNING))
-            for position in range(burst.num_positions(step)):
-                now = self.slots.having(Status.RUNNING)
-                if position == 0:
-                    num_served = burst.num_served(step, now)
-                    self.metrics.add_rows(variant.rows, num_served, burst.idle(step, variant.rows - num_served))
-                for slot, sequence in now.items():
-                    row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
-                    sequence.unpaid = row.unpaid
-                    self._take(slot, sequence, row)
-        self._compress()
-
-    def _steps_beside(self, ahead: dict[int, tuple[list[int], Bits]]) -> int:
-        """Return the steps of a burst in which sequences with a grammar have forced tokens `ahead`.
-
-        If all have a grammar, it is the number with the most tokens per time, at an overhead of a step per burst.
-        """
-        if len(ahead) < len(self.slots.having(Status.RUNNING)):
-            return max(1, round(self._steps * _CONSTRAINED_SHARE)) if ahead else self._steps
-        lengths = [-(-(1 + len(forced)) // self._most_per_step) for forced, _ in ahead.values()]
-        return max(range(1, 1 + max(lengths)), key=lambda n: sum(min(n, length) for length in lengths) / (n + 1))
-
-    def _constrain(self) -> dict[int, tuple[list[int], Bits]]:
-        """Send the device the tokens that sequences with a grammar may sample next, and return them."""
-        ahead = {}
-        for slot, sequence in self.slots.having(Status.RUNNING).items():
-            if sequence.matcher is not None:
-                try:
-                    ahead[slot] = sequence.matcher.ahead(MOST_FORCED)
-                except Exception as failure:
-                    self.slots.fail(sequence, failure)
-        if ahead:
-            self.device.constrain(ahead)
-        return ahead
-
-    def _compress(self) -> None:
-        """Compress the sequences that are due; `Slots.make_room` has reserved the pages for that."""
-        for slot in self.pool.due:
-            self.pool.compress(slot)
-            self.device.evict(self.pool.settle())
-            self.device.compress(slot)
-            self.slots.sequences[slot].left_out = self.pool.left_out(slot)
-
-    def _take(self, slot: int, sequence: Sequence, row: StepRow) -> None:
-        """Add a step's token to a sequence, and deliver the event."""
-        if row.fault:
-            return self.slots.stop(sequence, "error", faults.sentence(row.fault, len(sequence.trace)))
-        if row.trace is None:
-            return self.pool.put_ahead(slot) if sequence.is_ahead else None
-        self.metrics.add_token(row.trace)
-        self.pool.write(slot)
-        try:
-            event = sequence.take(row.trace, row.finished)
-        except Exception as failure:
-            return self.slots.fail(sequence, failure)
-        return self.slots.end(sequence, event) if event.completion else self.slots.deliver(sequence, event)
 
 
 def _compressing(config: DecoderConfig) -> Compressing | None:

@@ -99,9 +99,11 @@ class Replicas:
 
     @contextlib.contextmanager
     def _between_rounds(self) -> Iterator[None]:
-        """Lock every replica, between two rounds."""
+        """Lock every replica, between two rounds and with no burst in flight."""
         with contextlib.ExitStack() as locks:
             for replica in self.replicas:
                 locks.enter_context(replica.lock)
             locks.enter_context(self.queue.lock)
+            for replica in self.replicas:
+                replica.drain()
             yield

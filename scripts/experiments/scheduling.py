@@ -100,7 +100,7 @@ def replay(
         drift = [Told(entropies=jnp.asarray(np.resize(one, longest), jnp.float32)) for one in shown]
     controls = [Controller(law=chain(EmaEntropy(), clock.FallClock(), one), priority=rule) for one in drift]
     [replica] = model.replicas(controls[0]).replicas
-    replica.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
+    replica.bursts.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
     now, first, last = 0.0, np.full(len(asked), np.nan), np.full(len(asked), np.nan)
 
     def deliver(index: int) -> Callable[[Any], None]:

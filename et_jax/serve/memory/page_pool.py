@@ -3,7 +3,7 @@
 The device's table (`decode/pages.py`) has the actual allocation. The pool has the number of allocated and promised
 pages: pages of sequences in slots, pages that prompts still require for prefill, the growth of running sequences over
 the next steps, and cached prefix pages. The replica reports each operation to the pool, and shares or evicts the pages
-that the pool returns. After every round the pool and the device agree on the free pages.
+that the pool returns. While no burst is in flight the pool and the device agree on the free pages.
 
 The pool claims pages before the device allocates them, possibly pages that are still cached prefixes: `settle` returns
 the prefix pages that must be evicted first.

@@ -44,7 +44,7 @@ def expected(two_slots):
 
 @pytest.mark.parametrize(
     ("number", "work", "failure"),
-    [(1, "_decode", RuntimeError("the device is gone")), (0, "_prefill", KeyboardInterrupt("stop"))],
+    [(1, "_round", RuntimeError("the device is gone")), (0, "_prefill", KeyboardInterrupt("stop"))],
     ids=["failure", "interrupt"],
 )
 def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(
@@ -64,17 +64,17 @@ def test_a_round_that_fails_reaches_the_caller_and_the_model_goes_on(
 def test_a_failure_reaches_every_stream_though_none_waited_for_its_round(two_slots):
     served = reopened(two_slots, replicas=2)
     [first, second] = served.replicas().replicas
-    first.burst_seconds = 0.0  # one step a round, so that no stream ends before the other replica fails
+    first.bursts.burst_seconds = 0.0  # one step a round, so that no stream ends before the other replica fails
     inside, go_on = threading.Event(), threading.Event()
 
-    def torn(pending: bool) -> None:
+    def torn() -> None:
         inside.set()
         second.queue.lock.release()
         go_on.wait(20)
         second.queue.lock.acquire()
         raise RuntimeError("the device is gone")
 
-    second._decode = torn
+    second._round = torn
     streams = [served.stream(PROMPTS, PARAMS), served.stream(PROMPTS[:1], PARAMS)]
     while not inside.is_set() or not first.slots:
         next(streams[0])

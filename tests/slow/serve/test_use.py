@@ -83,14 +83,14 @@ def test_a_model_that_is_dropped_gives_its_memory_back_and_ends_its_threads(two_
 def test_closing_ends_what_runs_in_other_threads_in_the_same_sentence(two_slots, monkeypatch):
     own, before = reopened(two_slots, replicas=2), live()
     own.generate(PROMPTS, PARAMS)
-    inside, decode = threading.Event(), Replica._decode
+    inside, decode = threading.Event(), Replica._round
 
-    def slowly(replica, pending):
+    def slowly(replica):
         inside.set()
         time.sleep(0.05)
-        decode(replica, pending)
+        decode(replica)
 
-    monkeypatch.setattr(Replica, "_decode", slowly)
+    monkeypatch.setattr(Replica, "_round", slowly)
     with ThreadPoolExecutor() as pool:
         running = [pool.submit(own.generate, PROMPTS, max_tokens=80, ignore_eos=True) for _ in range(3)]
         assert inside.wait(20)
@@ -111,8 +111,8 @@ def test_a_model_closed_while_it_is_compiled_or_by_a_finaliser_in_its_own_round_
     assert live() == before and not own._decoders.serving
     own = reopened(two_slots)
     [replica] = own.replicas().replicas
-    decode = replica._decode
-    monkeypatch.setattr(replica, "_decode", lambda pending: (own.close(), decode(pending)))
+    decode = replica._round
+    monkeypatch.setattr(replica, "_round", lambda: (own.close(), decode()))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(UsageError, match=CLOSED):
         own.generate(PROMPTS, max_tokens=60)
