@@ -12,8 +12,10 @@ NAME = "jax_disable_most_optimizations"
 @contextlib.contextmanager
 def hurried() -> Iterator[None]:
     """Compile with few optimisations, here and in commands."""
+    before = os.environ.get(NAME.upper())
     jax.config.update(NAME, True)
     os.environ[NAME.upper()] = "1"
     yield
-    del os.environ[NAME.upper()]
-    jax.config.update(NAME, False)
+    if before is None:
+        del os.environ[NAME.upper()]
+        jax.config.update(NAME, False)
