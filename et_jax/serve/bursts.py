@@ -83,9 +83,9 @@ class Bursts:
     def _next(self, burst: InFlight) -> InFlight | None:
         """Start the burst after `burst`, whose results are not known yet; None if the host may first have to act.
 
-        Two bursts in flight take about `burst_seconds`, so that a new sequence waits no longer than for one.
+        A new sequence waits for both.
         """
-        steps = burst.steps + max(1, self._steps // 2)
+        steps = burst.steps + self._steps
         most = self._pool.steps_to_point
         fits = self._pool.shortage(steps) <= 0 and (most is None or steps <= most)
         if not (fits and self._is_steady(burst.steps)):
