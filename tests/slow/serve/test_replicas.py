@@ -67,14 +67,14 @@ def test_a_failure_reaches_every_stream_though_none_waited_for_its_round(two_slo
     first.bursts.burst_seconds = 0.0  # one step a round, so that no stream ends before the other replica fails
     inside, go_on = threading.Event(), threading.Event()
 
-    def torn() -> None:
+    def torn(pending: bool) -> None:
         inside.set()
         second.queue.lock.release()
         go_on.wait(20)
         second.queue.lock.acquire()
         raise RuntimeError("the device is gone")
 
-    second._round = torn
+    second.bursts.start = torn
     streams = [served.stream(PROMPTS, PARAMS), served.stream(PROMPTS[:1], PARAMS)]
     while not inside.is_set() or not first.slots:
         next(streams[0])
