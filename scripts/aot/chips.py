@@ -161,7 +161,7 @@ INFER = {"control": "entropyinfer", "functions": ("prefill",)}
 GPT_OSS = MEDIUM | {"model": GPT_OSS_20B, "num_layers": 24, "functions": DECODE}
 # A name, the chips for which it is seldom compiled, and the other settings.
 _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("small", (), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256}),
+    ("small", (V6E,), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256}),
     ("llama3_8b, 2 layers", (V5E, V6E, HOPPER), LARGE | {"model": LLAMA3_8B}),
     ("llama3_8b, 32 layers", (V5E,), WHOLE),
     ("gemma2_2b, 26 layers", (V5E, V6E, HOPPER), DEEP | {"model": GEMMA2_2B, "num_layers": 26, "max_length": 16384}),

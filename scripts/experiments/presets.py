@@ -42,7 +42,7 @@ class Settings(Base):
     model: str = experiment.model("smollm2")
     text: Path = experiment.text()
     contexts: tuple[int, ...] = setting((2048, 4096, 7680), "tokens of the prompt", least=2, quick=(120,))
-    controls: tuple[str, ...] = setting(ARMS, "presets and shares", choices=ARMS, quick=("off", "paper", "quest 1/4"))
+    controls: tuple[str, ...] = setting(ARMS, "presets and shares", choices=ARMS, quick=("off", "quest 1/4"))
     tokens: int = setting(64, "new tokens", least=2, quick=8)
     rounds: int = setting(3, "rounds in which the arms take turns", least=2, quick=2)
 

@@ -36,10 +36,7 @@ ENTROPYINFER = preset("entropyinfer", prefill_budget=16)
 KEPT = named("pyramidkv", 16, window=6, gap=3)
 WAYS = {
     "prompts read in part": ("llama", {"controller": ENTROPYINFER}),
-    "drafts": (
-        "llama",
-        {"controller": CERTIFIED, "draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))},
-    ),
+    "drafts": ("llama", {"draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))}),
     "compression": ("gemma", {"compression": KEPT}),
 }
 
