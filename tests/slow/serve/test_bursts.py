@@ -8,18 +8,23 @@ from et_jax.serve.requests import GenerationRequest, SamplingParams
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 
-def in_flight_after_rounds(model, requests) -> list[bool]:
+def after_rounds(model, requests, measured) -> list:
+    """What is measured of the replica after each round that serves the requests."""
     [replica], found = model.replicas().replicas, []
     advance = replica.advance
 
     def recorded() -> None:
         advance()
-        found.append(replica.bursts.in_flight)
+        found.append(measured(replica))
 
     replica.advance = recorded
     done = model.generate(requests)
     assert all(one.error is None for one in done)
     return found
+
+
+def in_flight_after_rounds(model, requests) -> list[bool]:
+    return after_rounds(model, requests, lambda replica: replica.bursts.in_flight)
 
 
 def with_params(**settings) -> list[GenerationRequest]:
@@ -64,12 +69,10 @@ def test_a_burst_ahead_of_one_that_ended_a_sequence_runs_no_step_while_another_w
 def test_no_burst_runs_ahead_without_pages_for_it(two_slots):
     """Each sequence fills 6 pages."""
     model = reopened(two_slots)
-    [replica] = model.replicas().replicas
-    replica.pool._num_pages, free = 8, []
-    advance = replica.advance
-    replica.advance = lambda: (advance(), free.append(replica.pool.num_free))
+    model.replicas().replicas[0].pool._num_pages = 8
     params = SamplingParams(max_tokens=90, ignore_eos=True)
-    model.generate([GenerationRequest(prompt=one, params=params) for one in PROMPTS[:2]])
+    requests = [GenerationRequest(prompt=one, params=params) for one in PROMPTS[:2]]
+    free = after_rounds(model, requests, lambda replica: replica.pool.num_free)
     assert min(free) >= 0 and model.metrics.preemptions == 1
 
 
