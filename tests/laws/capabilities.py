@@ -22,14 +22,12 @@ from safetensors.numpy import save_file
 from small_model import a_little_warmer, by_entropy, even_blocks
 
 import et_jax
-from et_jax.control import clock, contribution, priority, select, tolerance
+from et_jax.control import clock, priority
 from et_jax.control.base import chain
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.experts import Entropy
 from et_jax.control.presets import preset
-from et_jax.control.smoothing import EmaEntropy
-from et_jax.control.view import mass
 from et_jax.models import stacks
 from et_jax.models.bundled import bundled_folder
 from et_jax.models.calibration import write_calibration
@@ -136,11 +134,6 @@ def own_controller() -> Controller:
     )
 
 
-def by_surprisals() -> Controller:
-    selector = select.ActiveSet(contribution.token_nll, mass)
-    return Controller(law=chain(EmaEntropy(), tolerance.Constant(2.0)), selector=selector)
-
-
 def pruned(name: str, **knobs: Any) -> Controller:
     return preset(name, **{"min_blocks": 1, "window": 4, "target_entropy": 2.0} | knobs)
 
@@ -180,7 +173,7 @@ def _small(config: ModelConfig = SMALL) -> str:
 
 
 SLOW = {
-    *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget", "surprisals"),
+    *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget"),
     *("adaptive, self", "ead", "compressed by head", "paper, stacked, experts by entropy"),
     *(
         "over devices, lookup",
@@ -210,7 +203,6 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         keeps_prefixes=False,
     ),
     "certified": lambda: _pruning(settings={"control": pruned("certified", tolerance=0.5)}, certifies=0.5),
-    "surprisals": lambda: _pruning(settings={"control": by_surprisals()} | _LOOKUP, drafts=True, keeps_prefixes=False),
     "adaptive, self": lambda: _pruning(
         settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF, drafts=True
     ),
