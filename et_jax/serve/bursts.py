@@ -36,8 +36,8 @@ class InFlight:
 class Bursts:
     """The bursts of a replica: at most one whose tokens are not delivered yet, between two rounds.
 
-    A burst decodes all running sequences for about `burst_seconds`. The caller holds the queue's lock, except while
-    `finish` waits for the device.
+    A burst decodes all running sequences for about `burst_seconds`; if that is 0, a burst is one step, and none starts
+    before the last one is finished. The caller holds the queue's lock, except while `finish` waits for the device.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -136,11 +136,10 @@ class Bursts:
             if laws is not None:
                 self._device.set_draft_laws(laws)
         self._metrics.steps += ran
-        asked = {slot: sequence.request.params.logprobs for slot, sequence in self._slots.sequences.items()}
-        self._deliver(Burst(self._costs, output, ran), ran, burst.variant.rows, asked)
+        self._deliver(Burst(self._costs, output, ran), ran, burst.variant.rows)
         self._compress()
 
-    def _deliver(self, burst: Burst, ran: int, num_rows: int, asked: dict[int, int]) -> None:
+    def _deliver(self, burst: Burst, ran: int, num_rows: int) -> None:
         """Deliver the tokens of a burst of `ran` steps with `num_rows` rows."""
         for step in range(ran):
             num_sharing = burst.num_sharing(step, self._slots.having(Status.RUNNING))
@@ -150,7 +149,8 @@ class Bursts:
                     num_served = burst.num_served(step, now)
                     self._metrics.add_rows(num_rows, num_served, burst.idle(step, num_rows - num_served))
                 for slot, sequence in now.items():
-                    row = burst.row(step, position, slot, asked[slot], num_sharing, sequence.unpaid)
+                    asked = sequence.request.params.logprobs
+                    row = burst.row(step, position, slot, asked, num_sharing, sequence.unpaid)
                     sequence.unpaid = row.unpaid
                     self._take(slot, sequence, row)
 
