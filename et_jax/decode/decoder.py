@@ -43,7 +43,8 @@ def decode(
 
     With `until_end` it runs no step after one that ended a sequence, until the slot is released, because another
     sequence may be waiting for the slot. A smaller `variant` has only the named abilities; without drafts it stops when
-    the model self-drafts and a draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned number were run.
+    the model self-drafts and a draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned
+    number were run.
     """
     variant = variant or config.full_variant
     rows = None if variant.rows == config.batch else variant.rows
