@@ -53,6 +53,8 @@ def test_a_closed_model_gives_its_memory_back_and_is_used_no_more(two_slots):
         own._decoders._weights = copied
         del copied
         own.generate(PROMPTS, PARAMS)
+        # One step a round: the stream is still open when the model is closed.
+        own.replicas().each(lambda replica: setattr(replica.bursts, "burst_seconds", 0.0))
         open_stream, unbegun = own.stream(PROMPTS, max_tokens=60, ignore_eos=True), own.stream(PROMPTS, PARAMS)
         completions = own.as_completed([REQUEST] * 4)
         next(open_stream), next(completions)
