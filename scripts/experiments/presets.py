@@ -65,8 +65,9 @@ def decoding(model: Model, name: str, prompt: list[int], tokens: int) -> Round:
             first = first or time.perf_counter()
             trace = event.completion.trace if event.completion else ()
         milliseconds = 1e3 * (time.perf_counter() - first) / (tokens - 1)
-        share = sum(row.blocks_read for row in trace) / sum(row.blocks_held for row in trace)
-        return {"milliseconds": milliseconds, "share_read": share}
+        read, held = sum(row.blocks_read for row in trace), sum(row.blocks_held for row in trace)
+        moved = sum((row.share_bytes or 0.0) * row.blocks_held for row in trace)
+        return {"milliseconds": milliseconds, "share_read": read / held, "share_bytes": moved / held}
 
     return timed
 
@@ -88,4 +89,5 @@ def groups(settings: Settings) -> Iterator[Group]:
 FIGURES = {
     "milliseconds": Figure(header="ms a token", against="ratio"),
     "share_read": Figure(header="blocks read"),
+    "share_bytes": Figure(header="bytes moved"),
 }
