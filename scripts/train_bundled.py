@@ -1,9 +1,5 @@
 """Train a bundled model, or export it with its card from the last checkpoint of its training.
 
-Recipes "experts" and "dense" train a small mixture of experts and the dense model that it is compared with: the same
-tokens in the same order, random layers, and the principal directions of the bundled model's embedding. Name the folder
-that `--export` writes; they have no card.
-
 While it trains, `kill PID` saves a checkpoint and ends, the same command resumes, `kill -STOP` and
 `kill -CONT` pause and continue; PID is in the file `pid` of the run's folder.
 """
@@ -26,14 +22,14 @@ from et_jax.training.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 CORPUS = ROOT / "../shared/text/novels/novels.tar.xz"
-RECIPES = "novels alone, tasks too, the small model from a teacher, or one of two that are compared"
+RECIPES = "novels alone, tasks too, or the small model from a teacher"
 OWN = Path("own")  # what --export means by itself: the folder in the package
 HARDWARE = "two cores of an AMD EPYC that served other programs too"
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--recipe", choices=["short", "long", "small", *recipe.COMPARED], default="short", help=RECIPES)
+    p.add_argument("--recipe", choices=["short", "long", "small"], default="short", help=RECIPES)
     p.add_argument("--teacher", help="whose distributions --recipe small learns: bundled, or a model's folder")
     p.add_argument("--longest", type=int, default=corpus.WINDOW, help="tokens of the last rows: 8192 on a GPU")
     p.add_argument("--corpus", type=Path, default=CORPUS, help="tar archive of .txt files")
@@ -93,17 +89,12 @@ def main() -> None:
     try:
         settings = recipe.settings(args.recipe, args.seed, args.longest)
         teacher, taught = _teacher(args.teacher, settings, [target or own, args.start and hub.resolve(args.start)])
-        beside = teacher
-        if args.recipe in recipe.COMPARED:
-            beside, taught = distillation.read_teacher(bundled_folder(), settings)
-            if args.export is OWN:
-                raise UsageError(f"The recipe {args.recipe} has no place in the package; name a folder after --export.")
         start, tokenizer = _start(args.start, settings) if args.start else (None, taught)
         tokenizer, train_tokens, held_out = corpus.prepare(args.corpus, folder / "data", recipe.VOCAB_SIZE, tokenizer)
         if taught is not None:
             distillation.check_tokens(taught, tokenizer)
-        if beside is not None and start is None:
-            start = loop.start_beside(beside, settings)
+        if teacher is not None and start is None:
+            start = loop.start_beside(teacher, settings)
         if args.yardstick:
             _yardstick(folder, train_tokens, held_out)
             return
@@ -121,7 +112,7 @@ def main() -> None:
         if teacher is not None:
             figures = student_card.measure(params, settings, teacher, held_out, tokenizer)
             student_card.write_card(figures, settings, run, held_out, target / "README.md")
-        elif args.recipe not in recipe.COMPARED:
+        else:
             card.write_card(card.measure(params, settings, held_out), settings, run, held_out, target / "README.md")
         print(f"{target}: step {step}, {size / 1e6:.2f} MB")
     except UsageError as error:

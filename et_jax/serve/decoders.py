@@ -20,7 +20,7 @@ from et_jax.scope import own_settings
 from et_jax.serve.config import Control, EngineConfig
 from et_jax.serve.loading.sizing import beside, check_measured
 from et_jax.serve.metrics import Metrics
-from et_jax.serve.programs import executables
+from et_jax.serve.programs import executables, preload
 from et_jax.serve.queue import Queue
 from et_jax.serve.replica import Replica
 from et_jax.serve.replicas import Replicas
@@ -104,6 +104,8 @@ class Decoders:
                 each = [self._replica(own, queue, i) for i in range(self.settings.replicas)]
                 replicas = Replicas(queue, each, self.use)
                 replicas.warm_up(self.report, drafts)
+                if control is None:
+                    preload.end(self.settings)
                 serving[wanted] = replicas
         if self.use.closed:  # by another thread, during warm-up
             self.free()

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, Int
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
@@ -42,15 +41,11 @@ class TrainState:
 
 
 def optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, routers too, at peak rates."""
+    """Return gradient clipping, then Muon on the layers' matrices and AdamW on the rest, at peak rates."""
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=-2)
 
-    def of_leaf(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers | None:
-        in_a_layer = leaf.ndim > 2 and path[-1] == GetAttrKey("array")
-        return matrix if in_a_layer else None
-
     def dimensions(params: Params) -> Any:
-        return jax.tree.map_with_path(of_leaf, params)
+        return jax.tree.map(lambda leaf: matrix if leaf.ndim > 2 else None, params)
 
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),
@@ -97,14 +92,14 @@ def train_step(
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Return the state after one step at `factor` of the peak rates, and the loss before it, nats per token.
 
-    With a teacher the loss is the divergence from it; both losses include the load balance of experts.
+    With a teacher the loss is the divergence from it.
     """
 
     def value_of(params: Params) -> Float[Array, ""]:
         if teacher is None:
-            return loss.mean_loss(params, settings.model, inputs, targets, weights, segments, settings.balance)
+            return loss.mean_loss(params, settings.model, inputs, targets, weights, segments)
         taught = teacher.params, teacher.config
-        return loss.mean_divergence(params, settings.model, inputs, *taught, weights, segments, settings.balance)
+        return loss.mean_divergence(params, settings.model, inputs, *taught, weights, segments)
 
     value, gradients = jax.value_and_grad(value_of)(state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of its integer step count

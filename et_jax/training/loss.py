@@ -1,4 +1,4 @@
-"""The training losses: cross-entropy, or divergence from a teacher, and the load balance of experts.
+"""The training losses: cross-entropy, or divergence from a teacher.
 
 Attention is dense and causal; equal neighbouring layers run in one scan.
 """
@@ -19,7 +19,6 @@ from et_jax.models.layers import rms_norm
 from et_jax.models.params import LayerParams, Params
 from et_jax.models.transformer import angles_of_layers, block, embed
 from et_jax.softmax import Softmax
-from et_jax.training import balance as balancing
 from et_jax.types import replace
 
 HEAD_CHUNK = 512  # rows whose logits exist at a time: 8 MB at 4096 tokens
@@ -75,9 +74,8 @@ def _seen(
 
 
 def runs(config: ModelConfig) -> tuple[range, ...]:
-    """Return the layers in runs of equal neighbours: in window, rotation, and whether they mix experts."""
-    mixes = (False,) * config.num_layers if config.experts is None else config.experts.layers
-    kinds = [(config.softmax(layer), config.rope(layer), mixes[layer]) for layer in range(config.num_layers)]
+    """Return the layers in runs of neighbours with equal windows and rotations."""
+    kinds = [(config.softmax(layer), config.rope(layer)) for layer in range(config.num_layers)]
     found = [list(run) for _, run in itertools.groupby(range(config.num_layers), kinds.__getitem__)]
     return tuple(range(run[0], run[-1] + 1) for run in found)
 
@@ -104,41 +102,27 @@ def hidden_states(
     """Return the normed states that the output matrix reads, bfloat16, from stacked `params`.
 
     Positions run through a row whatever its segments: rotary attention depends only on differences. Raises ValueError
-    for a model with caps, or whose logits are more than a product of these states.
+    for a model with experts or caps, or whose logits are more than a product of these states.
     """
-    return _states_and_balance(params, config, inputs, segments)[0]
-
-
-def _states_and_balance(
-    params: Params, config: ModelConfig, inputs: Int[Array, "b t"], segments: Int[Array, "b t"] | None
-) -> tuple[Float[Array, "b t w"], Float[Array, ""]]:
-    """Return the hidden states, and the load balance of the experts, the mean over the layers that have any."""
     if not is_plain(config):
-        raise ValueError("config: got caps or a divisor of the logits, wanted a model without")
+        raise ValueError("config: got experts, caps or a divisor of the logits, wanted a model without")
     b, t = inputs.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     angles = angles_of_layers(config, jnp.broadcast_to(jnp.arange(t), (b, t)))
-    mix = None if config.experts is None else functools.partial(balancing.mix, config.experts)
 
-    def attend(layer: int, q: Array, k: Array, v: Array, memory: Array, softmax: Softmax) -> tuple[Array, Array]:
-        return causal_attend(layer, q, k, v, segments, softmax)[0], memory
+    def layer_step(first: int, x: Array, layer: LayerParams) -> tuple[Array, None]:
+        return block(layer, config, first, x, angles[first], causal_attend, segments)[0], None
 
-    def layer_step(first: int, carry: tuple[Array, Array], layer: LayerParams) -> tuple[tuple[Array, Array], None]:
-        x, balance = carry
-        return block(layer, config, first, x, angles[first], attend, balance, mix), None
-
-    carry = embed(cast, config, inputs), jnp.zeros(())
+    x = embed(cast, config, inputs)
     for run, layers in zip(runs(config), cast.layers, strict=True):
-        carry, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer_step, run.start)), carry, layers)
-    x, balance = carry
-    num_mixtures = 0 if config.experts is None else sum(config.experts.layers)
-    return rms_norm(x, cast.final_norm, config.norm_eps, config.norm_offset), balance / max(num_mixtures, 1)
+        x, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer_step, run.start)), x, layers)
+    return rms_norm(x, cast.final_norm, config.norm_eps, config.norm_offset)
 
 
 def is_plain(config: ModelConfig) -> bool:
-    """Return whether the loss supports such a model: no cap, sink or divisor."""
+    """Return whether the loss supports such a model: no experts, cap, sink or divisor."""
     capped = config.score_cap is not None or config.logit_cap is not None
-    return not capped and not config.sinks and config.logit_divisor == 1
+    return config.experts is None and not capped and not config.sinks and config.logit_divisor == 1
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -174,17 +158,11 @@ def mean_loss(
     targets: Int[Array, "b t"],
     weights: Float[Array, "b t"] | None = None,
     segments: Int[Array, "b t"] | None = None,
-    balance: float = 0.0,
 ) -> Float[Array, ""]:
-    """Return the mean of `token_losses`, weighted by `weights`, with a cheap gradient.
-
-    It adds `balance` times the load balance of the experts, which weights all positions equally.
-    """
-    x, load = _states_and_balance(params, config, inputs, segments)
-    mean = _weighed_mean(
-        _losses_and_errors, x, params.embedding.array, (targets.reshape(-1),), (), _counts(inputs, weights)
-    )
-    return mean + balance * load
+    """Return the mean of `token_losses`, weighted by `weights`, with a cheap gradient."""
+    x = hidden_states(params, config, inputs, segments)
+    rows = (targets.reshape(-1),)
+    return _weighed_mean(_losses_and_errors, x, params.embedding.array, rows, (), _counts(inputs, weights))
 
 
 def mean_divergence(
@@ -195,18 +173,15 @@ def mean_divergence(
     teacher_config: ModelConfig,
     weights: Float[Array, "b t"] | None = None,
     segments: Int[Array, "b t"] | None = None,
-    balance: float = 0.0,
 ) -> Float[Array, ""]:
     """Return the mean of KL(teacher || model) over all positions, nats, weighted by `weights`.
 
-    Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms). `balance`
-    is as in `mean_loss`.
+    Both distributions are at temperature 1 (Hinton et al. 2015; Sanh et al. 2019, without their other terms).
     """
-    x, load = _states_and_balance(params, config, inputs, segments)
+    x = hidden_states(params, config, inputs, segments)
     taught = hidden_states(teacher, teacher_config, inputs, segments)
     rows, others = (taught.reshape(-1, taught.shape[-1]),), (teacher.embedding.array.astype(jnp.bfloat16),)
-    mean = _weighed_mean(_divergences_and_errors, x, params.embedding.array, rows, others, _counts(inputs, weights))
-    return mean + balance * load
+    return _weighed_mean(_divergences_and_errors, x, params.embedding.array, rows, others, _counts(inputs, weights))
 
 
 def _counts(inputs: Int[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, " n"]:

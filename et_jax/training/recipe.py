@@ -1,12 +1,9 @@
-"""The settings of the models trained here: shapes, training on novels, for long contexts, and distillation.
-
-Also a small mixture of experts and a dense model with as many weights as the mixture uses per token.
-"""
+"""The settings of the models trained here: shapes, training on novels, for long contexts, and distillation."""
 
 import dataclasses
 
 from et_jax.errors import UsageError
-from et_jax.models.config import ExpertConfig, ModelConfig
+from et_jax.models.config import ModelConfig
 from et_jax.training.corpus import END_ID, WINDOW
 from et_jax.training.mixture import Mixture
 from et_jax.training.schedule import Curriculum, Schedule
@@ -116,44 +113,10 @@ def small_settings(seed: int = 0) -> Settings:
     )
 
 
-def dense_config() -> ModelConfig:
-    """Return the shape of the dense model that the mixture of experts is compared with: 0.7 M weights."""
-    layers = 4
-    return dataclasses.replace(
-        small_config(), intermediate_size=192, num_layers=layers, windows=(None,) * layers, max_positions=256
-    )
-
-
-def experts_config() -> ModelConfig:
-    """Return the shape of the small mixture of experts: 1.4 M weights, of which a token uses 0.7 M.
-
-    The four experts of a token are together as wide as the feed-forward of the dense model.
-    """
-    dense = dense_config()
-    per_token = 4
-    width = dense.intermediate_size // per_token
-    experts = ExpertConfig(
-        num_experts=16, num_per_token=per_token, width=width, normalised=True, layers=(True,) * dense.num_layers
-    )
-    return dataclasses.replace(dense, architecture="mixtral", intermediate_size=width, experts=experts)
-
-
-def compared_settings(model: ModelConfig, seed: int = 0) -> Settings:
-    """Return the training settings of the mixture of experts, and of the dense model it is compared with."""
-    schedule = Schedule(warmup=50, short_length=256, long_length=256, long_share=0.0)
-    return Settings(model=model, schedule=schedule, seed=seed, windows_per_step=2, evaluate_every=100, save_every=50)
-
-
-COMPARED = {"experts": experts_config, "dense": dense_config}
-"""Recipes of models that are compared with each other."""
-
-
 def settings(recipe: str, seed: int, longest: int = WINDOW) -> Settings:
-    """Return the settings of a recipe by name: "short", "long", "small", or one of `COMPARED`."""
+    """Return the settings of a recipe by name: "short", "long" or "small"."""
     if recipe == "long":
         return long_settings(seed, longest)
     if longest != WINDOW:
         raise UsageError(f"The recipe {recipe} ends with rows of {WINDOW} tokens; --longest belongs to --recipe long.")
-    if recipe in COMPARED:
-        return compared_settings(COMPARED[recipe](), seed)
     return small_settings(seed) if recipe == "small" else bundled_settings(seed)

@@ -29,7 +29,6 @@ class Settings:
     other_rate: float = 3e-3  # AdamW, for the embedding and the norms
     weight_decay: float = 0.01
     clip_norm: float = 1.0
-    balance: float = 0.01  # of the load balance of experts, in the loss (Fedus et al. 2021)
     report_every: int = 20
     evaluate_every: int = 200
     save_every: int = 100

@@ -1,4 +1,4 @@
-"""A model on given text by the decoder's own step: what reading less, forgetting or other experts do to predictions.
+"""A model on given text by the decoder's own step: what reading less or forgetting does to predictions.
 
 Rows are read as prompts up to `start`; the tokens after it pass one by one, each followed by the row's true next one,
 under any controller, and with any compression of the cache. So what a step changes in later keys and values counts. The
@@ -51,8 +51,8 @@ class Scores:
 
     `divergence` is KL from the dense model, `loss` that of the true next token, both in nats. `agrees` says whether the
     likeliest token is the dense model's. `share_read` is of the blocks that all tokens fill; `share_bytes` adds what
-    was read to choose, and is over the bytes of all their keys and values. `experts` a token, over its mixtures, is 0
-    of other models. `kept` are fields of the control state after each token, as they were asked for.
+    was read to choose, and is over the bytes of all their keys and values. `kept` are fields of the control state after
+    each token, as they were asked for.
     """
 
     divergence: Float[Array, "*m"]
@@ -63,7 +63,6 @@ class Scores:
     kept_mass: Float[Array, "*m"]
     share_read: Float[Array, "*m"]
     share_bytes: Float[Array, "*m"]
-    experts: Float[Array, "*m"]
     kept: dict[str, Any]
 
     def by_row(self, *names: str) -> dict[str, Float[np.ndarray, " r"]]:
@@ -233,12 +232,11 @@ class TeacherForced:
             told = {name.removeprefix(SIGNALS): set_before.pop(name) for name in of_signals}
             set_before = {name: one.astype(getattr(state.control, name).dtype) for name, one in set_before.items()}
             state = replace(state, control=replace(state.control, **set_before), signals=replace(state.signals, **told))
-            after, output = step(config, weights, state)
+            after, _ = step(config, weights, state)
             assert after.logits is not None
             got, seen = jax.nn.log_softmax(after.logits), after.signals
             true_or_own = got if true is None else true
             blocks = -(-after.length // config.page_size) * config.model.num_layers * config.model.num_kv_heads
-            work = output.work[0].experts
             scores = Scores(
                 divergence=jnp.sum(jnp.exp(true_or_own) * (true_or_own - got), axis=-1),
                 loss=-jnp.take_along_axis(got, token[:, None], axis=-1)[:, 0],
@@ -249,7 +247,6 @@ class TeacherForced:
                 share_read=seen.blocks_read / blocks,
                 share_bytes=(seen.blocks_read * price.block + seen.summaries_read * price.summary)
                 / (blocks * price.block),
-                experts=jnp.zeros(self.batch) if work is None else work.chosen[0].astype(jnp.float32),
                 kept={name: getattr(after.control, name) for name in keep},
             )
             state = replace(after, token=token)

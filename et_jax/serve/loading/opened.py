@@ -32,6 +32,7 @@ from et_jax.serve.loading import calibrating
 from et_jax.serve.loading.sizing import decoder_config, lacks_sensitivity
 from et_jax.serve.memory.device_memory import num_sharing, usable_memory
 from et_jax.serve.memory.preflight import Plan, plan
+from et_jax.serve.programs import preload
 from et_jax.serve.programs.compilation import cache_programs, default_folder
 from et_jax.text import Tokenizer, as_tokenizer, load_tokenizer
 from et_jax.types import replace
@@ -74,6 +75,7 @@ def opened(settings: EngineConfig, report: Callable[[str], None]) -> Opened:
         return plan(wanted, memory - taken, num_pages=settings.num_pages, replicas=replicas)
 
     _cache_programs(settings.compilation_cache, report)
+    preload.begin(settings)
     small = {name: resolve(name) for name in settings.others}
     others = tuple(map(read_model, small.values()))
     report(f"loading {settings.name}")

@@ -8,29 +8,25 @@ belong to the user and be writable by no other user.
 """
 
 import dataclasses
-import hashlib
 import io
 import logging
-import stat
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import compilation_cache
 from jax.experimental import serialize_executable
 from jaxlib import xla_client
 
 from et_jax.decode.decoder import Decoder, Program
 from et_jax.scope import within
-from et_jax.serve.programs import compilation
+from et_jax.serve.programs import compilation, preload
+from et_jax.serve.programs import store as program_store
 from et_jax.serve.programs.key import config_text, device_of, program_key, settings
-from et_jax.serve.programs.store import ProgramStore, not_own
+from et_jax.serve.programs.store import ProgramStore
 
 _LOG = logging.getLogger(__name__)
-_FOLDER = "calls"  # in that of the programs
 
 
 def cached(bound: Decoder) -> Decoder:
@@ -101,14 +97,14 @@ class CachedProgram(Program):
     def is_cached(self, *arguments: Any) -> bool:
         """Return whether an earlier process has stored the program for such arguments."""
         wanted = self._want(arguments)
-        calls = None if wanted is None else _own(wanted.store.folder / _FOLDER)
+        calls = None if wanted is None else wanted.store.calls()
         return wanted is not None and calls is not None and calls.get(wanted.key) is not None
 
     def _wanted(self, arguments: tuple[Any, ...]) -> "_Wanted | None":
         """Return the key of the program for such arguments; None if it cannot be stored."""
         leaves, structure = jax.tree.flatten((arguments, {}))
         device = device_of(leaves)
-        store = None if device is None else _store(device.client)
+        store = None if device is None else program_store.of_jax(device.client)
         if store is None:
             return None
         key = program_key(self._name, self._config, structure, leaves, device)
@@ -119,7 +115,7 @@ class CachedProgram(Program):
         with self._lock:
             if wanted.key in self._ready:  # by another thread
                 return self._ready[wanted.key]
-            calls = _own(wanted.store.folder / _FOLDER)
+            calls = wanted.store.calls()
             found = None if calls is None else _loaded(calls, wanted)
             if found is None:
                 began = time.monotonic()
@@ -151,25 +147,6 @@ def _described(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)
 
 
-def _store(backend: Any) -> ProgramStore | None:
-    """Return JAX's persistent cache if it is a `ProgramStore`."""
-    found = compilation_cache._get_cache(backend) if compilation_cache.is_cache_used(backend) else None
-    return found if isinstance(found, ProgramStore) else None
-
-
-def _own(folder: Path) -> ProgramStore | None:
-    """Return a store in a folder that only the user may write to, or None."""
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        reason = not_own(folder.lstat(), stat.S_ISDIR)
-    except OSError as error:
-        reason = str(error.strerror or error)
-    if reason is None:
-        return ProgramStore(folder, own=True)
-    _LOG.warning(f"Programs are traced at every start, for {folder} cannot be used ({reason}); remove it.")
-    return None
-
-
 class _Pickler(serialize_executable._JaxPjrtPickler):
     """Writes a program's call signature, and a reference to the program itself."""
 
@@ -192,20 +169,8 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
         if pid[0] != "program":
             return super().persistent_load(pid)
         _, name, digest = pid
-        program = self._store.get(name)
-        if program is None or _digest(program) != digest:
-            raise _GoneError
-        serialized = compilation_cache.decompress_executable(program)
-        executable, _ = compilation_cache.extract_executable_and_time(serialized)
-        return self.backend.deserialize_executable(executable, executable_devices=self.execution_devices)
-
-
-class _GoneError(Exception):
-    """The program itself is no longer in JAX's cache, or was recompiled."""
-
-
-def _digest(program: bytes) -> bytes:
-    return hashlib.blake2b(program, digest_size=32).digest()
+        [device] = self.execution_devices
+        return preload.program(self._store, name, digest, device)
 
 
 def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
@@ -219,7 +184,7 @@ def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: fl
         return  # a program that JAX does not cache, or with constants or host callbacks
     information = jax.tree.leaves(compiled.args_info)
     with io.BytesIO() as file:
-        _Pickler(file, names[-1], _digest(program)).dump((unloaded, information, compiled.out_tree, seconds))
+        _Pickler(file, names[-1], preload.digest_of(program)).dump((unloaded, information, compiled.out_tree, seconds))
         calls.put(wanted.key, file.getvalue())
 
 
@@ -235,7 +200,7 @@ def _loaded(calls: ProgramStore, wanted: _Wanted) -> tuple[jax.stages.Compiled, 
     try:
         unloaded, information, results, seconds = _Unpickler(io.BytesIO(entry), wanted.store, wanted.device).load()
         loaded = jax.stages.Compiled(unloaded.load(), [], wanted.structure.unflatten(information), results)
-    except _GoneError:
+    except preload.GoneError:
         return None
     except Exception as error:  # pickle and the device's runtime may raise anything
         _LOG.warning(f"A cached program cannot be loaded ({type(error).__name__}: {error}); it is compiled anew.")

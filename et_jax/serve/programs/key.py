@@ -48,6 +48,21 @@ def config_text(config: DecoderConfig) -> str | None:
         return None
 
 
+def start_key(settings: Any) -> str | None:
+    """Return the key of a start with settings of the engine on the first device.
+
+    None if the package's sources changed since the process began, or a part of the settings is unknown.
+    """
+    sources = own_sources.digest()
+    if sources is None:
+        return None
+    try:
+        text = repr((sources, _machine(jax.local_devices()[0]), _written(settings)))
+    except UnknownError:
+        return None
+    return f"start-{hashlib.blake2b(text.encode(), digest_size=32).hexdigest()}"
+
+
 def device_of(leaves: Sequence[Any]) -> Any:
     """Return the device to which all committed arrays among `leaves` are committed, or None.
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax._src import compilation_cache
@@ -79,6 +80,19 @@ class ProgramStore:
                 self._make_room()
                 self._unchecked = 0
 
+    def calls(self) -> "ProgramStore | None":
+        """Return the store of call signatures, in a folder that only the user may write to; None if there is none."""
+        folder = self.folder / "calls"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            reason = not_own(folder.lstat(), stat.S_ISDIR)
+        except OSError as error:
+            reason = str(error.strerror or error)
+        if reason is None:
+            return ProgramStore(folder, own=True)
+        self._warn(f"Programs are traced at every start, for {folder} cannot be used ({reason}); remove it.")
+        return None
+
     @contextlib.contextmanager
     def asked(self) -> Iterator[list[str]]:
         """Collect the keys that JAX requests in this thread, in order."""
@@ -144,6 +158,12 @@ def not_own(about: os.stat_result, is_kind: Callable[[int], bool]) -> str | None
     if about.st_uid != os.geteuid():
         return "it belongs to another user"
     return "others may write to it" if about.st_mode & 0o022 else None
+
+
+def of_jax(client: Any) -> ProgramStore | None:
+    """Return JAX's persistent cache for the devices of a client if it is a `ProgramStore`."""
+    found = compilation_cache._get_cache(client) if compilation_cache.is_cache_used(client) else None
+    return found if isinstance(found, ProgramStore) else None
 
 
 def use(folder: Path) -> None:

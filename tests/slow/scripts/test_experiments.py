@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "et_jax/models/calibrations/text.txt"
 APART = {"gguf", "drafting"}  # it needs llama.cpp; it takes minutes and has no part of its own
-TRAINED = {"experts", "switching"}  # that take the models of the repository
+TRAINED = {"switching"}  # that take the bundled models
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,6 @@ def compression(run):
 def prefill(run):
     for arm in ("constant", "entropy", "mass"):
         assert value(run, arm, "divergence") > 0
-
-
-def experts(run):
-    assert np.all(rows(run, "constant", "experts") == 2)
 
 
 def estimators(run):
