@@ -2,8 +2,7 @@
 
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
-segments. "entropy" is EntropyInfer's budget; "printed" as in the paper with the floor taken away; "shuffled" gives a
-head the budget of another one of its layer.
+segments. "entropy" is EntropyInfer's budget; "shuffled" gives a head the budget of another one of its layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +20,9 @@ from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, Size
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
     "constant": (SizedConstant, {}),
     "entropy": (SizedEntropy, {}),
-    "entropy, printed": (SizedEntropy, {"printed": True}),
     "entropy, shuffled": (SizedEntropy, {"shuffled": True}),
     "mass": (SizedMass, {}),
-    "newest": (SizedConstant, {"by": "place"}),
-    "chance": (SizedConstant, {"by": "chance"}),
+    "newest": (SizedConstant, {"newest": True}),
 }
 FLOOR, CAP = 0.05, 20.0  # of an entropy budget, which may take as well as give
 

@@ -36,10 +36,6 @@ def best(segment: Segment, tokens: Float[Array, " k"]) -> Bool[Array, "k n"]:
     return greatest(segment.score, count, segment.visible)
 
 
-def _key(segment: Segment) -> Array:
-    return jax.random.fold_in(jax.random.key(segment.layer), segment.index)
-
-
 class Sized:
     """A budget whose size is traced, and so not checked."""
 
@@ -49,17 +45,15 @@ class Sized:
 
 @value
 class SizedConstant(Sized, ConstantBudget):
-    """`ConstantBudget` of a traced size, by score, by chance, or the newest blocks and the first (StreamingLLM)."""
+    """`ConstantBudget` of a traced size, by score, or the `newest` blocks and the first (StreamingLLM)."""
 
     tokens: Number = 2048.0
-    by: str = static(default="score")
+    newest: bool = static(default=False)
 
     def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
         """Return the blocks to read."""
         shape = segment.score.shape
-        if self.by == "chance":
-            segment = replace(segment, score=jax.random.uniform(_key(segment), shape))
-        elif self.by == "place":
+        if self.newest:
             place = jnp.arange(shape[1], dtype=jnp.float32)
             segment = replace(segment, score=jnp.broadcast_to(jnp.where(place == 0, jnp.inf, place), shape))
         return best(segment, jnp.full(shape[0], self.tokens, jnp.float32)), state
@@ -75,7 +69,8 @@ class SizedEntropy(Sized, EntropyBudget):
     def choose(self, segment: Segment, state: HeadBudgets) -> tuple[Bool[Array, "k n"], HeadBudgets]:
         """Return the blocks to read, and the budgets."""
         tokens, after = self.given(segment, state)
-        return best(segment, jax.random.permutation(_key(segment), tokens) if self.shuffled else tokens), after
+        key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
+        return best(segment, jax.random.permutation(key, tokens) if self.shuffled else tokens), after
 
 
 @value
