@@ -144,22 +144,14 @@ def test_a_head_that_differs_from_the_tied_embedding_is_used_and_reported(tmp_pa
     assert said.endswith(f"but {HEAD} differs from it; {HEAD} is used as the head.")
 
 
-def zeros(*shape):
-    return lambda _: np.zeros(shape, np.float32)
-
-
-def as_int8(array):
-    return array.astype(np.int8)
-
-
 @pytest.mark.parametrize(
     ("config", "name", "alter", "words"),
     [
         (CONFIG, BIAS, None, f"lack the tensor {BIAS}"),
         (CONFIG, HEAD, None, rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM"),
-        (CONFIG, BIAS, zeros(3), rf"{BIAS} has shape \[3\]"),
-        (CONFIG, BIAS, as_int8, f"{BIAS} is stored as I8"),
-        (CONFIG, "model.layers.0.self_attn.o_proj.bias", zeros(16), "no place"),
+        (CONFIG, BIAS, lambda _: np.zeros(3, np.float32), rf"{BIAS} has shape \[3\]"),
+        (CONFIG, BIAS, lambda x: x.astype(np.int8), f"{BIAS} is stored as I8"),
+        (CONFIG, "model.layers.0.self_attn.o_proj.bias", lambda _: np.zeros(16, np.float32), "no place"),
         (PHI3, FUSED, None, f"lack the tensor {FUSED}"),
     ],
 )
@@ -311,6 +303,7 @@ def moved(body: str, head: str):
         ("language_model.model.", "language_model."),
         ("model.language_model.", ""),
         ("_orig_mod.model.", "_orig_mod."),
+        ("a.model.", "b."),
     ],
 )
 def test_a_model_from_within_another_or_without_its_first_words_returns_every_bit(tmp_path, config, body, head):
@@ -326,7 +319,6 @@ def test_a_model_from_within_another_or_without_its_first_words_returns_every_bi
 @pytest.mark.parametrize(
     ("alter", "words"),
     [
-        (moved("a.model.", "b."), None),
         (
             lambda t: [moved("a.", "")(t), t.update({"b.embed_tokens.weight": np.zeros(1)})],
             f"lack the tensor {EMBEDDING}",
@@ -336,8 +328,5 @@ def test_a_model_from_within_another_or_without_its_first_words_returns_every_bi
 )
 def test_names_of_two_models_are_not_mixed(folder, alter, words):
     change(folder, alter)
-    if words is None:
-        assert_same_bits(load(folder)[1], random_params())
-        return
     with pytest.raises(UsageError, match=words):
         load(folder)

@@ -199,15 +199,6 @@ def test_a_value_of_another_kind_ends_in_a_sentence(family, tmp_path):
     assert refused > 5 * 8
 
 
-def test_a_list_of_millions_is_refused_before_it_is_made(tmp_path):
-    """Of bytes, of which Python's list takes eight times the file."""
-    key = b"general.numbers"
-    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + struct.pack("<IIQ", 9, 0, 2**24)
-    (tmp_path / "model.gguf").write_bytes(head + bytes(2**24))
-    with pytest.raises(UsageError, match="its lists have more than 8388608 items"):
-        read_gguf(tmp_path / "model.gguf")
-
-
 def test_tensors_that_overlap_are_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     for name in ("one", "other"):
@@ -222,11 +213,14 @@ def test_tensors_that_overlap_are_refused(tmp_path):
         read_gguf(tmp_path / "model.gguf")
 
 
-def test_what_is_no_gguf_file_is_named(tmp_path):
+def test_what_is_no_gguf_file_is_named_and_a_list_of_millions_before_it_is_made(tmp_path):
+    """Of bytes, of which Python's list takes eight times the file."""
+    millions = struct.pack("<IQQQsIIQ", 3, 0, 1, 1, b"n", 9, 0, 2**24) + bytes(2**24)
     for content, sentence in (
         (b"PK" * 20, "is no GGUF file"),
         (b"GGUF", "too short"),
         (b"GGUF" + b"\xff" * 30, "version"),
+        (b"GGUF" + millions, "its lists have more than 8388608 items"),
     ):
         (tmp_path / "model.gguf").write_bytes(content)
         with pytest.raises(UsageError, match=sentence):

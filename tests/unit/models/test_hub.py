@@ -61,20 +61,13 @@ def test_a_hub_out_of_reach_is_asked_once_and_then_the_cache(monkeypatch, folder
         assert resolve("owner/model") == folder and hub.local == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
-    ],
-)
-def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(monkeypatch, folder, changes, words):
+def test_a_config_that_cannot_be_is_refused_before_a_weight_is_fetched_or_read(monkeypatch, folder):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
     hub = Hub(monkeypatch, folder)
     (folder / "model.safetensors").write_bytes(b"never read")
     for attempt in (lambda: resolve("owner/model"), lambda: load(folder)):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match="MambaForCausalLM"):
             attempt()
     assert hub.asked == [("owner/model", "config.json")]
 

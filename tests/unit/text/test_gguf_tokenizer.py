@@ -44,15 +44,12 @@ def golden():
     return json.loads((GOLDEN / "gguf_tokens.json").read_text())
 
 
-def written(file, golden, rule):
-    tokens = golden["tokens"]
-    types = [3, 3] + [1] * (len(tokens) - 2)
-    return with_tokens(file, "gpt2", tokens, types, pre=rule, merges=golden["merges"], eos_token_id=1)
-
-
 @pytest.mark.parametrize("rule", ["default", "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_byte_pairs_are_split_and_merged_as_by_llama_cpp(rule, golden, tmp_path):
-    tokenizer = load_tokenizer(written(tmp_path / "m.gguf", golden, rule))
+    tokens, merges = golden["tokens"], golden["merges"]
+    types = [3, 3] + [1] * (len(tokens) - 2)
+    file = with_tokens(tmp_path / "m.gguf", "gpt2", tokens, types, pre=rule, merges=merges, eos_token_id=1)
+    tokenizer = load_tokenizer(file)
     assert [tokenizer.encode(line) for line in LINES] == golden["ids"][rule]
     for line in LINES:
         assert tokenizer.decode(tokenizer.encode(line)) == line.replace("<|im_start|>", "")

@@ -46,16 +46,13 @@ def log_probabilities(params, config, inputs, segments=None):
     return jax.nn.log_softmax(plain_pass(plain, config, inputs, segments)[0])
 
 
-def given():
-    inputs = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
-    segments = jnp.broadcast_to(jnp.arange(LENGTH) // 5, inputs.shape)
-    return inputs, jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0, segments
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_loss_and_its_gradient_are_those_of_the_divergence(student, teacher, packed):
-    inputs, *others = given()
-    weights, segments = others if packed else (jnp.ones(inputs.shape), None)
+    inputs = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
+    weights, segments = jnp.ones(inputs.shape), None
+    if packed:
+        weights = jax.random.uniform(jax.random.key(2), inputs.shape) * 5.0
+        segments = jnp.broadcast_to(jnp.arange(LENGTH) // 5, inputs.shape)
     params = loop.start_beside(teacher, student)[0].params
     log_p = log_probabilities(teacher.params, teacher.config, inputs, segments)
 
