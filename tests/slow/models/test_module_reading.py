@@ -119,10 +119,7 @@ REFUSED = {
     "one size": (lambda: then(lambda _, x: x[:, :1] * jnp.ones((1, 8, 1))), "returns [1, 8, 61] for tokens of [1, 96]"),
     "one axis": (lambda: then(lambda _, x: x[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: then(lambda _, x: (x,)), "returns tuple for tokens"),
-    "NaN": (
-        lambda: then(lambda _, x: x * jnp.nan),
-        "returns logits that are not numbers; look for NaN in its weights",
-    ),
+    "NaN": (lambda: then(lambda _, x: x * jnp.nan), "returns logits that are not numbers; look for NaN in its weights"),
     "statistics": (
         lambda: then(
             lambda self, x: self.normal(x, use_running_average=False),

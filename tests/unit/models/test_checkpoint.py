@@ -215,10 +215,7 @@ def large_folder(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
-@pytest.mark.parametrize(
-    ("dtype", "quantize", "layers"),
-    [("bfloat16", "int8", "apart"), ("float32", "", "stacked")],
-)
+@pytest.mark.parametrize(("dtype", "quantize", "layers"), [("bfloat16", "int8", "apart"), ("float32", "", "stacked")])
 def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize, layers):
     command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize, layers]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
