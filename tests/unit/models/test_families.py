@@ -64,20 +64,6 @@ def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Qwen3NextForCausalLM", "linear attention"),
-        ("Gemma4ForCausalLM", "layers that share one cache"),
-        ("DeepseekV3ForCausalLM", "into a latent"),
-        ("LlavaForConditionalGeneration", "more than text"),
-    ],
-)
-def test_what_is_beyond_the_cache_is_refused_with_the_reason(name, words):
-    with pytest.raises(UsageError, match=f"{name} .*{words}.*; use one of .*$"):
-        from_hugging_face({"architectures": [name]})
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "layers"),
     [
         ("gpt_oss", {}, (True, True, True, True)),
