@@ -156,7 +156,7 @@ def moved(body: str, head: str):
 
 
 def with_another(name: str):
-    """Alter tensors so that they are those of two models, which share a name."""
+    """Alter tensors so that one of this name stands among those of a model within another."""
     return lambda t: (moved("a.", "")(t), t.update({name: np.zeros(16, np.float32)}))
 
 

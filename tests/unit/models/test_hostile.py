@@ -128,7 +128,7 @@ CONFIGS = [
     (
         "none",
         {"architectures": ["LlavaForConditionalGeneration"]},
-        "LlavaForConditionalGeneration is of more than text",
+        "ForConditionalGeneration is of more than text",
     ),
     ("Gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
     ("Llama", {"rope_parameters": {"type": "linear", "factor": "2"}}, "factor is '2'"),
