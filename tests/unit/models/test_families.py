@@ -14,12 +14,8 @@ from scripts.measuring.shapes import SMALL
 
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-MIXTURE = {
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "shared_expert_intermediate_size": 12,
-}
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTURE |= {"moe_intermediate_size": 20, "shared_expert_intermediate_size": 12}
 
 
 def shaped(name: str, **changes):

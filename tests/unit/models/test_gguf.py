@@ -155,18 +155,12 @@ def test_a_tensor_that_would_be_left_out_is_refused(tmp_path):
         load(tmp_path / "llama.gguf")
 
 
-@pytest.fixture(scope="module")
-def header(tmp_path_factory) -> bytes:
-    file = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    write_gguf(file, GOLDEN / "llama3")
-    return file.read_bytes()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_header_ends_in_a_sentence_and_takes_no_memory(seed, header, tmp_path):
-    """Cut short, with other bytes, or with counts that are far too large: fifty files a seed."""
-    rng, ends, refused = np.random.default_rng(seed), header.index(b"blk.1.ffn_up"), 0
-    for number in range(50):
+def test_a_damaged_header_ends_in_a_sentence_and_takes_no_memory(tmp_path):
+    """Cut short, with other bytes, or with counts that are far too large."""
+    write_gguf(tmp_path / "model.gguf", GOLDEN / "llama3")
+    header, rng, refused = (tmp_path / "model.gguf").read_bytes(), np.random.default_rng(0), 0
+    ends = header.index(b"blk.1.ffn_up")
+    for number in range(200):
         damaged = bytearray(header)
         at = int(rng.integers(4, ends))
         if number % 3 == 0:
@@ -181,7 +175,7 @@ def test_a_damaged_header_ends_in_a_sentence_and_takes_no_memory(seed, header, t
         except UsageError as error:
             refused += 1
             assert str(error).count("\n") == 0 and len(str(error)) < 600
-    assert refused > 40
+    assert refused > 160
 
 
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "granite", "mixtral"])
