@@ -221,27 +221,21 @@ print(peak() - before, sum(leaf.nbytes for leaf in leaves), len(params.layers))
 LARGEST = 4 * 2048 * 1024  # bytes of the largest tensor of the folder
 
 
-@pytest.fixture(scope="module")
-def large_folder(tmp_path_factory):
-    """A float32 model of about 200 MB, none of its tensors over 8 MB."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
+def test_loading_holds_one_tensor_beside_the_model(tmp_path):
+    """Of a float32 model of about 200 MB, none of its tensors over 8 MB."""
     sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256}
     config = dataclasses.replace(CONFIG, **sizes, num_layers=6, windows=(None,) * 6)
-    folder = tmp_path_factory.mktemp("large")
-    write_hugging_face(folder, config, initialise(config, jax.random.key(0)))
-    return folder
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
-@pytest.mark.parametrize(("dtype", "quantize", "layers"), [("bfloat16", "int8", "apart"), ("float32", "", "stacked")])
-def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize, layers):
-    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize, layers]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    grown, held, places = (int(figure) for figure in output.split())
-    assert held > (5e7 if quantize else 1e8) and places == {"apart": 6, "stacked": 1}[layers]
-    # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator, and for the
-    # compiler of what puts a layer in its stack.
-    room = 6 * LARGEST + (16e6 if layers == "apart" else 96e6)
-    assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
+    write_hugging_face(tmp_path, config, initialise(config, jax.random.key(0)))
+    for dtype, quantize, layers in (("bfloat16", "int8", "apart"), ("float32", "", "stacked")):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype, quantize, layers]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        grown, held, places = (int(figure) for figure in output.split())
+        assert held > (5e7 if quantize else 1e8) and places == {"apart": 6, "stacked": 1}[layers]
+        # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator, and for the
+        # compiler of what puts a layer in its stack.
+        room = 6 * LARGEST + (16e6 if layers == "apart" else 96e6)
+        assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
 
 
 FIVE = dataclasses.replace(EXPERTS, layers=(False, *(True,) * 4))

@@ -36,14 +36,10 @@ def with_tokens(file, kind, tokens, types=None, scores=None, **values):
     return file
 
 
-@pytest.fixture(scope="module")
-def golden():
-    """A byte-level vocabulary whose merges cross every boundary that a rule may set, and llama.cpp's ids of `LINES`."""
-    return json.loads((GOLDEN / "gguf_tokens.json").read_text())
-
-
 @pytest.mark.parametrize("rule", ["default", "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
-def test_byte_pairs_are_split_and_merged_as_by_llama_cpp(rule, golden, tmp_path):
+def test_byte_pairs_are_split_and_merged_as_by_llama_cpp(rule, tmp_path):
+    """Of a byte-level vocabulary whose merges cross every boundary that a rule may set; the ids are llama.cpp's."""
+    golden = json.loads((GOLDEN / "gguf_tokens.json").read_text())
     tokens, merges = golden["tokens"], golden["merges"]
     types = [3, 3] + [1] * (len(tokens) - 2)
     file = with_tokens(tmp_path / "m.gguf", "gpt2", tokens, types, pre=rule, merges=merges, eos_token_id=1)

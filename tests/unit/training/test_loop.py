@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,6 @@ def amid(monkeypatch, module, made, step, happens):
         yield
 
 
-def kill():
-    raise KeyboardInterrupt
-
-
 def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no checkpoint"):
         loop.load_params(tmp_path, settings)
@@ -49,6 +46,7 @@ def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losse
     mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
     settings = dataclasses.replace(mixed_settings, model=mixture)
     assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
+    kill = mock.Mock(side_effect=KeyboardInterrupt)
     with amid(monkeypatch, loop, "mixed_rows", 7, kill), pytest.raises(KeyboardInterrupt):
         run(settings, mixed_data, tmp_path / "cut", 8)
     other = loop.initial_state(dataclasses.replace(settings, seed=5)), 0  # a checkpoint goes before any start
