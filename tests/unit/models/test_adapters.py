@@ -66,9 +66,7 @@ def test_merged_weights_are_those_merged_in_the_files(family, root, tmp_path):
     shutil.copytree(GOLDEN / family, folder)
     names = [name for name in tensors if re.search(r"experts\.[02]\.w[13]|mlp\.gate\.|o_proj|qkv", name)]
     assert len(names) > 3
-    factors = {
-        name.removesuffix(".weight"): drawn(tensors[name].shape, 2 + number % 2) for number, name in enumerate(names)
-    }
+    factors = {name.removesuffix(".weight"): drawn(tensors[name].shape, 2 + i % 2) for i, name in enumerate(names)}
     ranks = {name: len(pair["A"]) for name, pair in factors.items()}
     for name, pair in factors.items():
         scale = 6 / (math.sqrt(ranks[name]) if root else ranks[name])
@@ -77,9 +75,8 @@ def test_merged_weights_are_those_merged_in_the_files(family, root, tmp_path):
     write_adapter(tmp_path / "lora", factors, rank_pattern=ranks | {"o_proj": 9}, use_rslora=root)
     tokens = np.load(folder / "golden.npz")["tokens"]
     expected = dense_logits(*load(folder, "float32"), tokens)
-    np.testing.assert_allclose(
-        dense_logits(*merged(GOLDEN / family, tmp_path / "lora"), tokens), expected, atol=1e-5, rtol=0
-    )
+    found = dense_logits(*merged(GOLDEN / family, tmp_path / "lora"), tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
 def test_a_gguf_file_takes_the_adapter_of_its_folder_and_the_sum_is_rounded(tmp_path):

@@ -72,11 +72,8 @@ def test_the_answer_sits_at_its_depth(task, depth):
     made = document(task, count=count, length=1000, depth=depth, seed=3)
     context, [turn] = made.context, made.turns
     word = turn.answer.split()[-1 if task == "tracing" else 0].strip(".")
-    statement = {
-        "tracing": f" holds {word}.",
-        "line_retrieval": f"{turn.question} {word}.",
-        "copying": f": {word} ",
-    }.get(task, f" is {word}.")
+    others = {"tracing": f" holds {word}.", "copying": f"{turn.question} {word} "}
+    statement = others.get(task, f"{turn.question} {word}.")
     place = count(context[: context.index(statement)]) / count(context)
     assert place == pytest.approx(depth, abs=0.08)  # a sentence, and the statements of the other keys
     assert turn.depth == pytest.approx(depth, abs=0.01)
