@@ -49,6 +49,7 @@ def test_layers_turn_by_their_kind():
     assert shaped("smollm3", no_rope_layer_interval=2).unrotated == (1,)
     assert shaped("smollm3", no_rope_layers=[0, 1]).unrotated == (0,)
     assert shaped("phi3", head_dim=16, partial_rotary_factor=0.75).rope_dim == 12
+    assert shaped("llama", rope_theta=None, rope_parameters={"rope_theta": 7.0}).rope_theta == 7.0
 
 
 def test_the_text_model_is_read_of_a_config_json_of_text_and_images():
