@@ -67,13 +67,6 @@ def another_attention(num_heads):
     return nnx.MultiHeadAttention(num_heads, WIDTH, decode=False, rngs=nnx.Rngs(0))
 
 
-def no_attention():
-    module = grouped()
-    for layer in module.layers:
-        del layer.attention_fn
-    return module
-
-
 def in_a_scan(self, tokens, positions):
     def layer(x, _):
         return x + self.layers[0](self.norm(x), positions), None
@@ -99,12 +92,6 @@ def biased(self, tokens, positions):
     return self.head(self.embed(tokens)) + attended[..., None]
 
 
-def with_nan():
-    module = grouped()
-    module.head.kernel[...] = module.head.kernel[...] * jnp.nan
-    return module
-
-
 def with_cache():
     module = Plain(VOCABULARY, decode=True, rngs=nnx.Rngs(0))
     for layer in module.attention:
@@ -120,7 +107,10 @@ UNCALLABLE = "cannot be called as module(tokens, positions) on integers [batch, 
 ANOTHER = "uses another kind of attention; the decoder supports softmax"
 IN_PARTS = "returns other logits for a sequence processed in parts"
 REFUSED = {
-    "no attention": (no_attention, "has no part with an attention_fn; have its attention layers call"),
+    "no attention": (
+        lambda: nnx.Embed(VOCABULARY, WIDTH, rngs=nnx.Rngs(0)),
+        "has no part with an attention_fn; have its attention layers call",
+    ),
     "uncalled": (lambda: called_as(lambda self, t, p: self.head(self.embed(t))), "does not call the attention_fn"),
     "fails": (lambda: called_as(lambda self, t: t), UNCALLABLE),
     "scan": (lambda: called_as(in_a_scan), "calls its attention_fn within a scan of JAX; call its layers one after"),
@@ -129,7 +119,7 @@ REFUSED = {
     "one size": (lambda: then(lambda _, x: x[:, :1] * jnp.ones((1, 8, 1))), "returns [1, 8, 61] for tokens of [1, 96]"),
     "one axis": (lambda: then(lambda _, x: x[:, -1]), "returns [2, 61] for"),
     "no array": (lambda: then(lambda _, x: (x,)), "returns tuple for tokens"),
-    "NaN": (with_nan, "returns logits that are not numbers; look for NaN in its weights"),
+    "NaN": (lambda: then(lambda _, x: x * jnp.nan), "returns logits that are not numbers; look for NaN in its weights"),
     "statistics": (
         lambda: then(
             lambda self, x: self.normal(x, use_running_average=False),

@@ -41,9 +41,8 @@ def test_fitted_temperature_minimises_the_loss(held_out, overconfidence):
     fitted = float(fit_temperature(jnp.asarray(z), jnp.asarray(targets)))
     assert fitted == pytest.approx(search(z, targets, 0.05, 20.0), rel=2e-3)
     assert fitted == pytest.approx(overconfidence, rel=0.1)
-    np.testing.assert_allclose(
-        negative_log_likelihood(jnp.asarray(z), jnp.asarray(targets), fitted), loss(z, targets, fitted), rtol=1e-5
-    )
+    found = negative_log_likelihood(jnp.asarray(z), jnp.asarray(targets), fitted)
+    np.testing.assert_allclose(found, loss(z, targets, fitted), rtol=1e-5)
 
 
 def test_a_fit_without_an_inner_minimum_ends_at_a_bound(held_out):

@@ -94,16 +94,7 @@ def test_a_second_claim_to_a_note_is_refused(state, law):
         started(law, state())
 
 
-def test_a_selector_that_returns_no_mask_and_no_selection_is_named():
-    view = blocks(0).view
-    masks = {"bool": True, "None": None, r"bool\[2\]": view.start[:2] > 0, r"int32\[10\]": view.start, "{}": ()}
-    for said, answer in masks.items():
-
-        def own(_, answer=answer):
-            return answer
-
-        with pytest.raises(ValueError, match=rf"own returns {said}; it must be bool\[10\]\.$"):
-            MaskSelector(own)(view)
+VIEW = blocks(0).view
 
 
 def one_number(view):
@@ -122,10 +113,15 @@ def one_number(view):
         (lambda: refresh.Every(0), "num_tokens is 0; it must be at least 1"),
         (lambda: refresh.EntropicTime(0.0), "step is 0; it must be above 0 nats"),
         (lambda: refresh.EntropicTime(1.0, 0), "most_tokens is 0; it must be at least 1"),
-        (lambda: select.PerHead(select.TopMass(), one_number)(blocks(0).view), "The rule .*one_number.* returns"),
-        (lambda: select.coded_bounds(blocks(0).view), "no key codes"),
-        (lambda: token_nll(blocks(0).view, mass(blocks(0).view)), "no surprisals"),
-        (lambda: ExpectedError()(blocks(0).view), "no key codes, or no sensitivity"),
+        (lambda: select.PerHead(select.TopMass(), one_number)(VIEW), "The rule .*one_number.* returns"),
+        (lambda: MaskSelector(lambda _: True)(VIEW), r"lambda.* returns bool; it must be bool\[10\]\.$"),
+        (lambda: MaskSelector(lambda _: None)(VIEW), r"returns None; it must be bool\[10\]\.$"),
+        (lambda: MaskSelector(lambda _: ())(VIEW), r"returns {}; it must be bool\[10\]\.$"),
+        (lambda: MaskSelector(lambda view: view.start[:2] > 0)(VIEW), r"returns bool\[2\]; it must be bool\[10\]\.$"),
+        (lambda: MaskSelector(lambda view: view.start)(VIEW), r"returns int32\[10\]; it must be bool\[10\]\.$"),
+        (lambda: select.coded_bounds(VIEW), "no key codes"),
+        (lambda: token_nll(VIEW, mass(VIEW)), "no surprisals"),
+        (lambda: ExpectedError()(VIEW), "no key codes, or no sensitivity"),
     ],
 )
 def test_what_cannot_be_is_refused_where_it_is_made_in_a_sentence(make, sentence):

@@ -22,11 +22,8 @@ def codes_of(b):
     low, high = np.asarray(b.view.key_min, np.float64), np.asarray(b.view.key_max, np.float64)
     scale = np.where(high > low, (high - low) / 255, 1.0)
     codes = np.rint((b.key - low[:, None]) / scale[:, None]) - 128
-    return (
-        jnp.asarray(np.nan_to_num(codes), jnp.int8),
-        jnp.asarray(scale, jnp.float32),
-        jnp.asarray(low + 128 * scale, jnp.float32),
-    )
+    codes = jnp.asarray(np.nan_to_num(codes), jnp.int8)
+    return codes, jnp.asarray(scale, jnp.float32), jnp.asarray(low + 128 * scale, jnp.float32)
 
 
 @jax.jit
@@ -92,16 +89,14 @@ def test_certified_selection_is_the_highest_cut_that_its_bounds_prove(seed, widt
     for l_row, u_row in zip(low, high, strict=True):
         for cut in np.sort(u_row)[::-1]:
             closed = (u_row < cut) & ~b.tail
-            margin = (
-                tolerance * np.exp(l_row[~closed] - SLACK).sum() - (1 - tolerance) * np.exp(u_row[closed] + SLACK).sum()
-            )
+            read, unread = np.exp(l_row[~closed] - SLACK).sum(), np.exp(u_row[closed] + SLACK).sum()
+            margin = tolerance * read - (1 - tolerance) * unread
             near |= abs(margin) < 1e-4
             if margin >= 0:
                 wanted |= ~closed
                 break
-    opened = certified_by(
-        b.tolerating(tolerance), jnp.asarray(given_low, jnp.float32), jnp.asarray(given_high, jnp.float32)
-    )
+    ends = (jnp.asarray(x, jnp.float32) for x in (given_low, given_high))
+    opened = certified_by(b.tolerating(tolerance), *ends)
     if not near:  # rounding decides a tie
         np.testing.assert_array_equal(opened, wanted)
 
@@ -129,9 +124,8 @@ def test_the_bound_on_the_error_of_mean_values_is_its_formula(seed):
     expected = wrong / (np.exp(log_opened) + np.where(opened, 0.0, np.exp(low)).sum(-1))
     numbers = [jnp.asarray(x, jnp.float32) for x in (low, high, guess, log_opened, apart, radius)]
     low, high, guess, log_opened, apart, radius = numbers
-    got = bounds.residual_error(
-        bounds.Interval(low=low, high=high), guess, jnp.asarray(opened), log_opened, apart, radius
-    )
+    interval = bounds.Interval(low=low, high=high)
+    got = bounds.residual_error(interval, guess, jnp.asarray(opened), log_opened, apart, radius)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
@@ -143,9 +137,8 @@ def test_a_soft_cap_leaves_the_range_and_the_mean_of_scores_bracketed(soft_cap):
     score = np.asarray(size * (rng.normal(size=(200, 6)) + rng.choice([-2, 0, 2], (200, 1))), np.float32)
     score[::3, 1:] = score[::3, 1:2]  # one stands apart
     low, high, middle = (np.append(x, np.float32(-np.inf))[None] for x in (score.min(1), score.max(1), score.mean(1)))
-    ends, mean = bounds.capped_scores(
-        bounds.Interval(low=jnp.asarray(low), high=jnp.asarray(high)), jnp.asarray(middle), soft_cap
-    )
+    interval = bounds.Interval(low=jnp.asarray(low), high=jnp.asarray(high))
+    ends, mean = bounds.capped_scores(interval, jnp.asarray(middle), soft_cap)
     assert all(np.isneginf(x[0, -1]) for x in (ends.low, ends.high, mean.low, mean.high))  # of an empty block
     true = soft_cap * np.tanh(score.astype(np.float64) / soft_cap)
     slack = 1e-4

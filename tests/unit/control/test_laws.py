@@ -27,11 +27,6 @@ def falls(x):
     return np.concatenate([np.zeros((1, SEQUENCES)), -np.diff(x["entropy"], axis=0)])
 
 
-def half_the_variation_and_the_net_fall(x):
-    h = x["entropy"]
-    return (np.abs(falls(x)).cumsum(0) + h[0] - h) / 2
-
-
 def filtered(decay):
     """e_t = d^t H_0 + (1 - d) sum_{i > 0} d^(t - i) H_i, whose weights sum to 1."""
 
@@ -94,7 +89,7 @@ HELD = guards.Clipped(temperature.Mirostat2(3.0, 1.0), "surprisal_cap", 1.0, 5.0
 PAPER = tolerance.EntropyThreshold(0.3, 2.0)
 # law: the field, its value before the first token, and those after every token
 LAWS = {
-    clock.FallClock(): ("entropic_time", 0.0, half_the_variation_and_the_net_fall),
+    clock.FallClock(): ("entropic_time", 0.0, lambda x: np.maximum(0, falls(x)).cumsum(0)),
     clock.FallClock(0.25): ("entropic_time", 0.0, lambda x: np.maximum(0, falls(x) - 0.5).cumsum(0)),
     clock.RecordClock(): ("entropic_time", 0.0, lambda x: x["entropy"][0] - np.minimum.accumulate(x["entropy"])),
     clock.ChainRuleClock(): ("entropic_time", 0.0, lambda x: x["entropy"].cumsum(0)),

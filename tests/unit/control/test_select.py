@@ -1,7 +1,5 @@
 """Selectors: each opens the blocks its definition names, found by slower programs; what blocks contribute."""
 
-import functools
-
 import hypothesis.extra.numpy as hnp
 import jax
 import jax.numpy as jnp
@@ -30,6 +28,7 @@ PROPORTIONAL = {
     "paper value_gauss": select.ActiveSet(contribution.value_gauss, mass),
 }
 compiled = {name: jax.jit(selector) for name, selector in PROPORTIONAL.items()}
+opened_by = jax.jit(lambda selector, view: selector(view))
 
 
 def box_shares(b: Blocks) -> np.ndarray:
@@ -71,16 +70,11 @@ def test_paper_opens_what_contributes_more_than_the_threshold(b: Blocks):
         np.testing.assert_array_equal(np.asarray(compiled[name](b.view))[plain], (each > tolerance).any(0)[plain])
 
 
-@functools.cache
-def quest(num_blocks: int):
-    return jax.jit(select.Quest(num_blocks))
-
-
 @many
 @given(drawn(spread=4.0), st.sampled_from([1, 3, 10, 20]))
 def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
     score = np.asarray(b.view.score.high, np.float64).max(0)  # worked out from the boxes by NumPy
-    opened = np.asarray(quest(num_blocks)(b.view))
+    opened = np.asarray(opened_by(select.Quest(num_blocks), b.view))
     assert not np.any(opened & ~b.held)
     assert opened.sum() >= min(num_blocks, b.held.sum())
     if len(np.unique(score[b.held])) == b.held.sum():
@@ -90,10 +84,8 @@ def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
         assert score[opened].min() > score[closed].max() - 1e-4
 
 
-@functools.cache
-def guarded(sinks: int, window: int, min_blocks: int):
-    """Beside a selector that opens nothing."""
-    return jax.jit(select.Guarded(lambda view: view.start < 0, sinks, window, min_blocks))
+def nothing(view):
+    return view.start < 0
 
 
 @many
@@ -106,7 +98,7 @@ def test_guards_open_sinks_window_and_a_minimum_and_nothing_else(seed, sinks, wi
         if position < sinks or position >= length - window:
             wanted[position // 4] = True
     np.testing.assert_array_equal(select.SinksWindow(sinks, window)(b.view) & held, wanted)
-    opened = np.asarray(guarded(sinks, window, min_blocks)(b.view))
+    opened = np.asarray(opened_by(select.Guarded(nothing, sinks, window, min_blocks), b.view))
     assert np.all(opened >= wanted)
     assert not np.any(opened & ~held)
     assert opened.sum() == max(wanted.sum(), min(min_blocks, held.sum()))

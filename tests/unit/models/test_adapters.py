@@ -66,9 +66,7 @@ def test_merged_weights_are_those_merged_in_the_files(family, root, tmp_path):
     shutil.copytree(GOLDEN / family, folder)
     names = [name for name in tensors if re.search(r"experts\.[02]\.w[13]|mlp\.gate\.|o_proj|qkv", name)]
     assert len(names) > 3
-    factors = {
-        name.removesuffix(".weight"): drawn(tensors[name].shape, 2 + number % 2) for number, name in enumerate(names)
-    }
+    factors = {name.removesuffix(".weight"): drawn(tensors[name].shape, 2 + i % 2) for i, name in enumerate(names)}
     ranks = {name: len(pair["A"]) for name, pair in factors.items()}
     for name, pair in factors.items():
         scale = 6 / (math.sqrt(ranks[name]) if root else ranks[name])
@@ -77,9 +75,8 @@ def test_merged_weights_are_those_merged_in_the_files(family, root, tmp_path):
     write_adapter(tmp_path / "lora", factors, rank_pattern=ranks | {"o_proj": 9}, use_rslora=root)
     tokens = np.load(folder / "golden.npz")["tokens"]
     expected = dense_logits(*load(folder, "float32"), tokens)
-    np.testing.assert_allclose(
-        dense_logits(*merged(GOLDEN / family, tmp_path / "lora"), tokens), expected, atol=1e-5, rtol=0
-    )
+    found = dense_logits(*merged(GOLDEN / family, tmp_path / "lora"), tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
 def test_a_gguf_file_takes_the_adapter_of_its_folder_and_the_sum_is_rounded(tmp_path):
@@ -110,6 +107,7 @@ def test_the_fingerprint_of_a_model_changes_with_its_adapter(tmp_path):
 
 
 Q = "model.layers.0.self_attn.q_proj"
+HALF = {"A": np.zeros((2, 32), np.float32)}
 KINDS = {
     "peft_type is": ({"peft_type": "IA3"}, "only LORA is supported"),
     "dora": ({"use_dora": True}, "has use_dora True: .* merge it"),
@@ -130,38 +128,22 @@ KINDS = {
     "other layer": ({"target_modules": ["q_proj"], "layers_to_transform": 1}, "has matrices of model.layers.0"),
     "expression": ({"target_modules": ".*k_proj"}, "has matrices of|has no matrices of"),
     "no expression": ({"target_modules": "(q_proj"}, "is no expression or takes over"),
+    "tied": ({}, "ties to its embedding", {"lm_head": HALF}),
+    "no such layer": ({}, "which this llama model has not", {"model.layers.7.self_attn.q_proj": HALF}),
+    "vision": ({}, "which this llama model has not", {f"vision.{Q}": HALF}),
+    "half": ({}, "A or B alone", {Q: HALF}),
+    "none": ({}, "holds no matrix", {}),
 }
+"""Settings, what is said of them, and the matrices of an adapter if they are not those of one module."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adapter_that_is_not_supported_is_refused_in_one_sentence(kind, tmp_path):
-    settings, said = KINDS[kind]
-    write_adapter(tmp_path / "lora", {Q: drawn((32, 32))}, **settings)
+    settings, said, *factors = KINDS[kind]
+    write_adapter(tmp_path / "lora", *(factors or [{Q: drawn((32, 32))}]), **settings)
     with pytest.raises(UsageError, match=said) as refused:
         read_adapter(tmp_path / "lora", read_model(GOLDEN / "llama2"))
     assert str(tmp_path / "lora") in str(refused.value)
-
-
-TENSORS = {
-    "embedding": ({f"{PREFIX}model.embed_tokens.weight": (160, 32)}, "save_embedding_layers=False"),
-    "tied": ({f"{PREFIX}lm_head.lora_A.weight": (2, 32)}, "ties to its embedding"),
-    "other": ({f"{PREFIX}model.layers.7.self_attn.q_proj.lora_A.weight": (2, 32)}, "which this llama model has not"),
-    "vision": ({f"{PREFIX}vision.{Q}.lora_A.weight": (2, 32)}, "which this llama model has not"),
-    "half": ({f"{PREFIX}{Q}.lora_A.weight": (2, 32)}, "A or B alone"),
-    "none": ({}, "holds no matrix"),
-}
-
-
-@pytest.mark.parametrize("kind", TENSORS)
-def test_tensors_without_a_place_are_refused(kind, tmp_path):
-    shapes, said = TENSORS[kind]
-    write_adapter(tmp_path / "lora", {})
-    save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
-        tmp_path / "lora/adapter_model.safetensors",
-    )
-    with pytest.raises(UsageError, match=said):
-        read_adapter(tmp_path / "lora", read_model(GOLDEN / "llama2"))
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
@@ -172,6 +154,9 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(UsageError, match="truncated or damaged"):
+        read_adapter(folder, model)
+    save_file({f"{PREFIX}model.embed_tokens.weight": np.zeros((160, 32), np.float32)}, weights)
+    with pytest.raises(UsageError, match="save_embedding_layers=False"):
         read_adapter(folder, model)
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(UsageError, match=r"can run code.*safe_serialization=True"):

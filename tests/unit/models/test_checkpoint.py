@@ -144,29 +144,38 @@ def test_a_head_that_differs_from_the_tied_embedding_is_used_and_reported(tmp_pa
     assert said.endswith(f"but {HEAD} differs from it; {HEAD} is used as the head.")
 
 
-def zeros(*shape):
-    return lambda _: np.zeros(shape, np.float32)
+def moved(body: str, head: str):
+    """Alter names of tensors: what stands before those of the body, and before that of the head."""
+
+    def alter(tensors):
+        for name in [*tensors]:
+            own, stem = ("", head) if name == HEAD else ("model.", body)
+            tensors[stem + name.removeprefix(own)] = tensors.pop(name)
+
+    return alter
 
 
-def as_int8(array):
-    return array.astype(np.int8)
+def with_another(name: str):
+    """Alter tensors so that one of this name stands among those of a model within another."""
+    return lambda t: (moved("a.", "")(t), t.update({name: np.zeros(16, np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "alter", "words"),
+    ("config", "alter", "words"),
     [
-        (CONFIG, BIAS, None, f"lack the tensor {BIAS}"),
-        (CONFIG, HEAD, None, rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM"),
-        (CONFIG, BIAS, zeros(3), rf"{BIAS} has shape \[3\]"),
-        (CONFIG, BIAS, as_int8, f"{BIAS} is stored as I8"),
-        (CONFIG, "model.layers.0.self_attn.o_proj.bias", zeros(16), "no place"),
-        (PHI3, FUSED, None, f"lack the tensor {FUSED}"),
+        (CONFIG, lambda t: t.pop(BIAS), f"lack the tensor {BIAS}"),
+        (CONFIG, lambda t: t.pop(HEAD), rf"have no output head \({HEAD}\).* take the files of Qwen2ForCausalLM"),
+        (CONFIG, lambda t: t.update({BIAS: np.zeros(3, np.float32)}), rf"{BIAS} has shape \[3\]"),
+        (CONFIG, lambda t: t.update({BIAS: t[BIAS].astype(np.int8)}), f"{BIAS} is stored as I8"),
+        (CONFIG, lambda t: t.update({"model.layers.0.self_attn.o_proj.bias": t["model.norm.weight"]}), "no place"),
+        (PHI3, lambda t: t.pop(FUSED), f"lack the tensor {FUSED}"),
+        (CONFIG, with_another("b.embed_tokens.weight"), f"lack the tensor {EMBEDDING}"),
+        (CONFIG, with_another("model.norm.weight"), "are one tensor"),
     ],
 )
-def test_a_tensor_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, config, name, alter, words):
+def test_a_tensor_that_cannot_be_is_refused_before_a_weight_is_read(tmp_path, monkeypatch, config, alter, words):
     write_hugging_face(tmp_path, config, random_params(config))
-    changed = {} if alter is None else {name: alter(load_file(tmp_path / "model.safetensors").get(name))}
-    change(tmp_path, lambda tensors: (tensors.pop(name, None), tensors.update(changed)))
+    change(tmp_path, alter)
     monkeypatch.setattr(checkpoint, "read_piece", None)
     with pytest.raises(UsageError, match=words) as refusal:
         load(tmp_path)
@@ -212,30 +221,21 @@ print(peak() - before, sum(leaf.nbytes for leaf in leaves), len(params.layers))
 LARGEST = 4 * 2048 * 1024  # bytes of the largest tensor of the folder
 
 
-@pytest.fixture(scope="module")
-def large_folder(tmp_path_factory):
-    """A float32 model of about 200 MB, none of its tensors over 8 MB."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
+def test_loading_holds_one_tensor_beside_the_model(tmp_path):
+    """Of a float32 model of about 200 MB, none of its tensors over 8 MB."""
     sizes = {"vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256}
     config = dataclasses.replace(CONFIG, **sizes, num_layers=6, windows=(None,) * 6)
-    folder = tmp_path_factory.mktemp("large")
-    write_hugging_face(folder, config, initialise(config, jax.random.key(0)))
-    return folder
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is Linux's")
-@pytest.mark.parametrize(
-    ("dtype", "quantize", "layers"),
-    [("bfloat16", "int8", "apart"), ("float32", "", "stacked")],
-)
-def test_loading_holds_one_tensor_beside_the_model(large_folder, dtype, quantize, layers):
-    command = [sys.executable, "-c", MEASURE, str(large_folder), dtype, quantize, layers]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    grown, held, places = (int(figure) for figure in output.split())
-    assert held > (5e7 if quantize else 1e8) and places == {"apart": 6, "stacked": 1}[layers]
-    # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator, and for the
-    # compiler of what puts a layer in its stack.
-    room = 6 * LARGEST + (16e6 if layers == "apart" else 96e6)
-    assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
+    write_hugging_face(tmp_path, config, initialise(config, jax.random.key(0)))
+    for dtype, quantize, layers in (("bfloat16", "int8", "apart"), ("float32", "", "stacked")):
+        command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype, quantize, layers]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        grown, held, places = (int(figure) for figure in output.split())
+        assert held > (5e7 if quantize else 1e8) and places == {"apart": 6, "stacked": 1}[layers]
+        # A tensor passes through as mapped pages, a copy and a cast; the rest is room for the allocator, and for the
+        # compiler of what puts a layer in its stack.
+        room = 6 * LARGEST + (16e6 if layers == "apart" else 96e6)
+        assert grown < held + room, f"grew by {grown / 1e6:.0f} MB for a model of {held / 1e6:.0f} MB"
 
 
 FIVE = dataclasses.replace(EXPERTS, layers=(False, *(True,) * 4))
@@ -292,17 +292,6 @@ def test_of_a_tensor_only_the_rows_of_the_piece_are_read(family):
         assert read.base is None or read.base.nbytes == lanes * read.nbytes  # no view of a larger tensor
 
 
-def moved(body: str, head: str):
-    """Alter names of tensors: what stands before those of the body, and before that of the head."""
-
-    def alter(tensors):
-        for name in [*tensors]:
-            own, stem = ("", head) if name == HEAD else ("model.", body)
-            tensors[stem + name.removeprefix(own)] = tensors.pop(name)
-
-    return alter
-
-
 @pytest.mark.parametrize("config", [CONFIG, TIED])
 @pytest.mark.parametrize(
     ("body", "head"),
@@ -311,6 +300,7 @@ def moved(body: str, head: str):
         ("language_model.model.", "language_model."),
         ("model.language_model.", ""),
         ("_orig_mod.model.", "_orig_mod."),
+        ("a.model.", "b."),
     ],
 )
 def test_a_model_from_within_another_or_without_its_first_words_returns_every_bit(tmp_path, config, body, head):
@@ -321,23 +311,3 @@ def test_a_model_from_within_another_or_without_its_first_words_returns_every_bi
     loaded_config, loaded = load(tmp_path)
     assert loaded_config == config
     assert_same_bits(loaded, params)
-
-
-@pytest.mark.parametrize(
-    ("alter", "words"),
-    [
-        (moved("a.model.", "b."), None),
-        (
-            lambda t: [moved("a.", "")(t), t.update({"b.embed_tokens.weight": np.zeros(1)})],
-            f"lack the tensor {EMBEDDING}",
-        ),
-        (lambda t: [moved("a.", "")(t), t.update({"model.norm.weight": np.zeros(16)})], "are one tensor"),
-    ],
-)
-def test_names_of_two_models_are_not_mixed(folder, alter, words):
-    change(folder, alter)
-    if words is None:
-        assert_same_bits(load(folder)[1], random_params())
-        return
-    with pytest.raises(UsageError, match=words):
-        load(folder)

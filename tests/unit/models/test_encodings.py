@@ -162,21 +162,14 @@ def change(last: str, alter: Callable[[np.ndarray], Any]) -> Callable[[Tensors],
     return lambda tensors: tensors.update({name: alter(tensors.get(name, np.zeros(2, np.int32)))})
 
 
-def without(last: str) -> Callable[[Tensors], Any]:
-    return lambda tensors: tensors.pop(DOWN.removesuffix("weight") + last)
-
-
 def put(at: int, number: int) -> Callable[[np.ndarray], np.ndarray]:
     return lambda array: np.where(np.arange(len(array)) == at, array.dtype.type(number), array)
-
-
-LACKS = "lack the tensor model.layers.1.mlp.down_proj."
 
 
 @pytest.mark.parametrize(
     ("kind", "alter", "said"),
     [
-        ("int8 by output", without("weight_scale"), LACKS + "weight_scale"),
+        ("int8 by output", lambda tensors: tensors.pop(f"{DOWN}_scale"), f"lack the tensor {DOWN}_scale"),
         ("int8 by output", change("weight", lambda x: x.astype(np.uint8)), "is stored as U8; use a I8 model"),
         ("gptq", change("g_idx", put(3, 5)), "g_idx names the group 5 and there are 5"),
         ("gptq", change("bias", put(3, 1)), "down_proj.bias has no place in this qwen2"),

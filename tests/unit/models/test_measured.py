@@ -17,18 +17,10 @@ from scripts.peers.gguf_file import write_gguf
 SHAPE = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
 
 
-def test_what_is_written_is_read(tmp_path):
-    assert read_calibration(tmp_path, MODEL) == Calibration()
-    write_calibration(tmp_path, Calibration(temperature=1.0625), {"tokens": 100})
-    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=1.0625)
-    table = Table(np.arange(1, 1 + np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 8)
-    write_calibration(tmp_path, Calibration(temperature=2.0, sensitivity=table), {})
-    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
-
-
 def test_what_is_kept_is_found_by_the_weights_and_what_a_folder_says_counts_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    weights, table = tmp_path / "model.safetensors", Table(np.full(SHAPE, 0.5, np.float32))
+    weights = tmp_path / "model.safetensors"
+    table, other = (Table(np.arange(at, at + np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) / 8) for at in (1, 2))
     weights.write_bytes(b"weights")
     kept = keep_calibration(tmp_path, Calibration(temperature=1.5, sensitivity=table), {"rows": 6})
     assert read_calibration(tmp_path, MODEL) == Calibration(temperature=1.5, sensitivity=table)
@@ -37,6 +29,8 @@ def test_what_is_kept_is_found_by_the_weights_and_what_a_folder_says_counts_firs
     write_calibration(tmp_path, Calibration(temperature=2.0), {})
     kept.rename(kept.with_name(f"{fingerprint(tmp_path)}.json"))
     assert read_calibration(tmp_path, MODEL) == Calibration(temperature=2.0, sensitivity=table)
+    write_calibration(tmp_path, Calibration(temperature=1.0625, sensitivity=other), {"tokens": 100})
+    assert read_calibration(tmp_path, MODEL) == Calibration(temperature=1.0625, sensitivity=other)
 
 
 @pytest.mark.slow

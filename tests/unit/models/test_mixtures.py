@@ -32,11 +32,8 @@ def test_experts_that_no_token_goes_to_are_not_read():
     touched = choose(CONFIG, gate(experts, x)).touched(CONFIG.num_experts)
     assert 0 < touched.sum() < CONFIG.num_experts
     unread = jnp.where(touched[:, None, None], 0.0, jnp.nan)
-    broken = {
-        name: replace(leaf, array=leaf.array + unread)
-        for name in ("gate", "up", "down")
-        for leaf in [getattr(experts, name)]
-    }
+    matrices = {name: getattr(experts, name) for name in ("gate", "up", "down")}
+    broken = {name: replace(leaf, array=leaf.array + unread) for name, leaf in matrices.items()}
     np.testing.assert_array_equal(mix(CONFIG, replace(experts, **broken), x, "loop"), mix(CONFIG, experts, x, "loop"))
 
 

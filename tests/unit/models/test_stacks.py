@@ -8,7 +8,7 @@ import pytest
 from small_model import MODEL, configuration
 
 from et_jax.models.config import ExpertConfig
-from et_jax.models.stacks import Stack, Turns, by_layer, compiler_options, folded, stacked_on, stacks_of, through
+from et_jax.models.stacks import Turns, by_layer, compiler_options, folded, stacked_on, stacks_of, through
 from scripts.measuring.shapes import SMALL
 
 
@@ -16,12 +16,7 @@ def model(windows: tuple[int | None, ...], **changes):
     return dataclasses.replace(SMALL, num_layers=len(windows), windows=windows, **changes)
 
 
-def shapes(stacks: tuple[Stack, ...]) -> list[tuple[int, int, int, int]]:
-    return [(one.first, one.period, one.depth, one.place) for one in stacks]
-
-
-def experts(*layers: bool) -> ExpertConfig:
-    return ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=layers)
+MIXTURE = ExpertConfig(num_experts=4, num_per_token=2, width=8, normalised=True, layers=(False, True, True, True))
 
 
 @pytest.mark.parametrize(
@@ -32,13 +27,14 @@ def experts(*layers: bool) -> ExpertConfig:
         (model((6, 6, None) * 3 + (6, 6)), [(0, 3, 3, 0), (9, 1, 2, 3)]),
         (model((6, 6, 6, None)), [(0, 1, 3, 0), (3, 1, 1, 1)]),
         (model((None,) * 4, unrotated=(1, 3)), [(0, 2, 2, 0)]),
-        (model((None,) * 4, experts=experts(False, True, True, True)), [(0, 1, 1, 0), (1, 1, 3, 1)]),
+        (model((None,) * 4, experts=MIXTURE), [(0, 1, 1, 0), (1, 1, 3, 1)]),
         (model((None,)), [(0, 1, 1, 0)]),
     ],
 )
 def test_the_period_that_covers_most_layers_is_stacked_or_every_layer_lies_apart(of, expected):
-    assert shapes(stacks_of(of, stacked=True)) == expected
-    assert shapes(stacks_of(of, stacked=False)) == [(i, 1, 1, i) for i in range(of.num_layers)]
+    for stacked, wanted in ((True, expected), (False, [(i, 1, 1, i) for i in range(of.num_layers)])):
+        found = stacks_of(of, stacked=stacked)
+        assert [(one.first, one.period, one.depth, one.place) for one in found] == wanted
 
 
 def test_layers_are_stacked_on_chips_and_programs_of_stacks_are_compiled_for_a_gpu_to_read_them_in_place():

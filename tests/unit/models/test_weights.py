@@ -20,13 +20,9 @@ def test_a_product_of_bfloat16_is_summed_in_float32():
 
 
 def in_8_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The whole numbers and the scale of each row, by the formula and one row at a time."""
-    scales = [max(abs(float(number)) for number in row) / 127 for row in numbers]
-    whole = [
-        [round(float(number) / scale) if scale else 0 for number in row]
-        for row, scale in zip(numbers, scales, strict=True)
-    ]
-    return np.array(whole), np.array(scales)
+    """The whole numbers and the scale of each row, by the formula in float64."""
+    scales = np.abs(np.asarray(numbers, np.float64)).max(axis=1) / 127
+    return np.rint(np.asarray(numbers, np.float64) / np.where(scales == 0, 1.0, scales)[:, None]), scales
 
 
 @pytest.mark.parametrize("stored", [jnp.float32, jnp.bfloat16])

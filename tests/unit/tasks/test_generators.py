@@ -18,11 +18,9 @@ def count(text: str) -> int:
 
 def solve(task: str, prompt: str) -> str:
     """Answer a prompt by reading it, without the generator."""
-    said = dict(re.findall(r"The word of (\w+) is (\w+)\.", prompt))
-    if task in ("single_key", "multi_key"):
-        return " " + said[re.findall(r"The word of (\w+) is$", prompt)[0]]
-    if task == "passkey":
-        return " " + re.findall(r"The passkey is (\d+)\.", prompt)[0]
+    if asked := re.search(r"(The word of \w+ is|The passkey is|Line \w+ \w+:|The verse of \w+:)$", prompt):
+        [answer] = re.findall(rf"{asked[0]}( [\w ]+)\.", prompt)
+        return answer  # which stands behind the words of the question
     if task == "multi_needle":
         [name] = re.findall(r"The first word of (\w+) is$", prompt)
         first, second, third = (
@@ -34,16 +32,10 @@ def solve(task: str, prompt: str) -> str:
         name = re.findall(r"(\w+) follows$", prompt)[0]
         one, two = after[name], after[after[name]]
         return f" {one}. {one} follows {two}. {two} holds {held[two]}"
-    if task == "line_retrieval":
-        lines = dict(re.findall(r"Line (\w+ \w+): (\w+)\.", prompt))
-        return " " + lines[re.findall(r"Line (\w+ \w+):$", prompt)[0]]
-    if task == "counting":
-        listed = re.findall(r"List: ([\w ]+)\.", prompt)[0].split()
-        (word, most), (_, next_most) = collections.Counter(listed).most_common(2)
-        assert most == 2 * next_most
-        return f" {word}"
-    name = re.findall(r"The verse of (\w+):$", prompt)[0]
-    return re.findall(rf"The verse of {name}:( [\w ]+)\.", prompt)[0]
+    [listed] = re.findall(r"List: ([\w ]+)\.", prompt)
+    (word, most), (_, next_most) = collections.Counter(listed.split()).most_common(2)
+    assert task == "counting" and most == 2 * next_most
+    return f" {word}"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -80,11 +72,8 @@ def test_the_answer_sits_at_its_depth(task, depth):
     made = document(task, count=count, length=1000, depth=depth, seed=3)
     context, [turn] = made.context, made.turns
     word = turn.answer.split()[-1 if task == "tracing" else 0].strip(".")
-    statement = {
-        "tracing": f" holds {word}.",
-        "line_retrieval": f"{turn.question} {word}.",
-        "copying": f": {word} ",
-    }.get(task, f" is {word}.")
+    others = {"tracing": f" holds {word}.", "copying": f"{turn.question} {word} "}
+    statement = others.get(task, f"{turn.question} {word}.")
     place = count(context[: context.index(statement)]) / count(context)
     assert place == pytest.approx(depth, abs=0.08)  # a sentence, and the statements of the other keys
     assert turn.depth == pytest.approx(depth, abs=0.01)

@@ -1,7 +1,7 @@
 """Special tokens that a message spells: text by default, tokens where it is said."""
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_tokenizer import byte_fallback, byte_level, configure, sentencepiece_model
 
@@ -21,10 +21,10 @@ def said(*contents):
     return [{"role": "user", "content": content} for content in contents]
 
 
-@pytest.fixture(params=[byte_level, byte_fallback, sentencepiece_model])
-def folder(request, tmp_path):
-    place = request.param(tmp_path / request.param.__name__)
-    return configure(place, chat_template=PLAIN, bos_token="<s>", eos_token="</s>")
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback, sentencepiece_model])
+def tokenizer(request, tmp_path_factory):
+    place = request.param(tmp_path_factory.mktemp("tokenizer") / "model")
+    return load_tokenizer(configure(place, chat_template=PLAIN, bos_token="<s>", eos_token="</s>"))
 
 
 def specials(tokenizer, ids):
@@ -32,8 +32,7 @@ def specials(tokenizer, ids):
 
 
 @pytest.mark.parametrize(("allowed", "ends"), [(False, 1), (True, 2)])
-def test_special_tokens_are_read_where_it_is_said(folder, allowed, ends):
-    tokenizer = load_tokenizer(folder)
+def test_special_tokens_are_read_where_it_is_said(tokenizer, allowed, ends):
     ids = tokenizer.chat(said("a</s>b"), allow_special_tokens=allowed)
     assert ids.count(tokenizer.eos_ids[0]) == ends
     assert not allowed or ids == tokenizer.backend.encode("<s>[user] a</s>b</s>", special=False)
@@ -48,23 +47,15 @@ def test_templates_that_look_at_the_words_see_what_they_saw(tmp_path):
     for content in ("The CAT </s> sat", "  <s> a  ", "</s>"):
         ids = tokenizer.chat(said(content))
         assert specials(tokenizer, ids) == [0, 1]
-        assert tokenizer.decode(ids) == shown(tokenizer.render(said(content)), content)
-
-
-def shown(plain, content):
-    """The rendered text without the template's own two tokens."""
-    opening = "<s>user: " + content.strip()
-    assert plain.startswith(opening + "</s>")
-    return plain[3 : len(opening)] + plain[len(opening) + 4 :]
+        begins, rest = f"<s>user: {content.strip()}</s>", tokenizer.render(said(content))
+        assert rest.startswith(begins)  # with the template's own two tokens
+        assert tokenizer.decode(ids) == begins.removeprefix("<s>").removesuffix("</s>") + rest.removeprefix(begins)
 
 
 @given(contents=st.lists(st.text(alphabet="ab </s>u\n€", max_size=30), min_size=1, max_size=3))
 @example(contents=["a</s>b", "x<unk>", "<s><s>"])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_message_writes_a_special_token(folder, contents):
-    if folder.name not in LOADED:
-        LOADED[folder.name] = load_tokenizer(folder)
-    tokenizer = LOADED[folder.name]
+@settings(max_examples=60, deadline=None)
+def test_no_message_writes_a_special_token(tokenizer, contents):
     bos, eos = tokenizer.bos_id, *tokenizer.eos_ids
     ids = tokenizer.chat(said(*contents))
     assert specials(tokenizer, ids) == [bos] + [eos] * len(contents)
@@ -72,9 +63,6 @@ def test_no_message_writes_a_special_token(folder, contents):
     assert tokenizer.chat(said(contents[0]), "be</s>").count(eos) == 2
     if not any(special in content for content in contents for special in ("<s>", "</s>", "<unk>")):
         assert ids == tokenizer.backend.encode(tokenizer.render(said(*contents)), special=False)
-
-
-LOADED = {}
 
 
 def test_of_special_texts_that_begin_alike_the_longest_is_masked():

@@ -304,17 +304,12 @@ def cut_at_first_stop(text, stops):
     return text, None
 
 
-def run(pieces, stops):
-    watch = StopStrings(stops)
-    shown = [watch.push(piece) for piece in pieces]
-    return shown, watch.flush(), watch.found
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(LETTERS_OF_THREE, max_size=8), STOPS)
 @example(["one\n", "\ntwo"], ["\n\n"])
 @example(["xa long sto", "p"], ["op", "a long stop"])
 def test_the_text_is_cut_at_the_first_stop_string_and_only_what_could_become_one_is_held_back(pieces, stops):
-    shown, rest, found = run(pieces, stops)
-    assert ("".join(shown) + rest, found) == cut_at_first_stop("".join(pieces), stops)
+    watch = StopStrings(stops)
+    shown, rest = [watch.push(piece) for piece in pieces], watch.flush()
+    assert ("".join(shown) + rest, watch.found) == cut_at_first_stop("".join(pieces), stops)
     assert not rest or any(stop.startswith(rest) for stop in stops)  # no more is held back

@@ -43,10 +43,8 @@ def test_an_epoch_reads_each_token_at_most_once_and_crosses_no_border(data):
 
 def test_rows_of_a_step_are_the_same_tokens_whatever_their_length_and_held_out_ones_all_of_them(data):
     _, train, held_out = data
-    long, short = (
-        corpus.training_rows(train, seed=0, step=70, num_windows=4, length=length, window=WINDOW)
-        for length in (WINDOW, 8)
-    )
+    asked = {"seed": 0, "step": 70, "num_windows": 4, "window": WINDOW}
+    long, short = (corpus.training_rows(train, length=length, **asked) for length in (WINDOW, 8))
     assert np.array_equal(long.targets.reshape(-1), short.targets.reshape(-1))
     for rows in (long, short):
         assert (rows.inputs[:, 0] == corpus.END_ID).all()

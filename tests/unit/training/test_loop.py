@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,6 @@ def amid(monkeypatch, module, made, step, happens):
         yield
 
 
-def kill():
-    raise KeyboardInterrupt
-
-
 def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no checkpoint"):
         loop.load_params(tmp_path, settings)
@@ -43,12 +40,11 @@ def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, 
     assert {record["length"] for record in figures} == {8, 32}
 
 
-def test_a_mixture_of_experts_repeats_and_a_killed_run_resumes_to_the_same_losses(
-    mixed_settings, mixed_data, tmp_path, monkeypatch
-):
+def test_experts_repeat_and_a_killed_run_resumes_to_the_same_losses(mixed_settings, mixed_data, tmp_path, monkeypatch):
     mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
     settings = dataclasses.replace(mixed_settings, model=mixture)
     assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
+    kill = mock.Mock(side_effect=KeyboardInterrupt)
     with amid(monkeypatch, loop, "mixed_rows", 7, kill), pytest.raises(KeyboardInterrupt):
         run(settings, mixed_data, tmp_path / "cut", 8)
     other = loop.initial_state(dataclasses.replace(settings, seed=5)), 0  # a checkpoint goes before any start
@@ -71,9 +67,8 @@ def test_a_run_that_cannot_be_is_refused(settings, data, mixed_settings, mixed_d
 
 def test_a_start_from_weights_is_those_weights(mixed_settings):
     params = loss.unstack(loop.initial_state(mixed_settings).params)
-    state, done = loop.start_from(
-        replace(params, embedding=Dense(array=params.embedding.array.astype(jnp.bfloat16))), mixed_settings
-    )
+    rounded = Dense(array=params.embedding.array.astype(jnp.bfloat16))
+    state, done = loop.start_from(replace(params, embedding=rounded), mixed_settings)
     assert done == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
     assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())

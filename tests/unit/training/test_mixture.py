@@ -11,16 +11,10 @@ from et_jax.training import corpus, loop, mixture, probe
 from et_jax.training.mixture import Mixture
 
 
-def rows(mixed_data, step, length=128, seed=0, **others):
-    tokenizer, train, _ = mixed_data
-    return mixture.mixed_rows(
-        Mixture(**others), train, tokenizer, seed=seed, step=step, num_windows=4, length=length, window=MIXED_WINDOW
-    )
-
-
 def test_rows_are_novels_and_documents_whose_answers_weigh_most(mixed_data):
-    tokenizer, *_ = mixed_data
-    found, later = rows(mixed_data, 0), rows(mixed_data, 700)
+    tokenizer, train, _ = mixed_data
+    sizes = {"num_windows": 4, "length": 128, "window": MIXED_WINDOW}
+    found, later = (mixture.mixed_rows(Mixture(), train, tokenizer, seed=0, step=step, **sizes) for step in (0, 700))
     assert found.weights is not None and found.segments is not None and later.weights is not None
     assert found.inputs.shape == (8, 128)
     assert (found.weights[:2] == 1).all()  # a quarter of the first steps is novels
