@@ -19,12 +19,12 @@ def plain_attention(q, k, v, segments, window=None):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def plain_pass(params, config, inputs, segments=None, memory=None, mix=None) -> tuple[Any, Any]:
-    """The logits at every position, by weights of one layer each, and the memory that `mix` leaves."""
+def plain_pass(params, config, inputs, segments=None) -> Any:
+    """The logits at every position, by weights of one layer each."""
     segments = jnp.zeros(inputs.shape, jnp.int32) if segments is None else segments
 
     def attend(layer, q, k, v, memory, softmax):
         return plain_attention(q, k, v, segments, config.windows[layer]), memory
 
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    return forward(params, config, inputs, positions, attend, memory, mix)
+    return forward(params, config, inputs, positions, attend, None)[0]

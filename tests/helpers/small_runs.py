@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-from et_jax.models.config import ExpertConfig
 from et_jax.training import corpus, loop
 from et_jax.training.schedule import Schedule
 from scripts.measuring.shapes import SMALL
@@ -11,9 +10,6 @@ from scripts.measuring.shapes import SMALL
 VOCAB, WINDOW = 300, 32  # novels alone
 SCHEDULE = Schedule(warmup=2, short_length=8, long_length=32)
 MIXED_VOCAB, MIXED_WINDOW = 4096, 256  # with tasks
-
-
-EXPERTS = ExpertConfig(num_experts=6, num_per_token=2, width=16, normalised=True, layers=(False, True))
 
 
 def model(vocab_size, window):

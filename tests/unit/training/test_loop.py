@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from small_runs import EXPERTS, log, losses, run
+from small_runs import log, losses, run
 
 from et_jax.errors import UsageError
 from et_jax.models.weights import Dense
@@ -40,15 +40,13 @@ def test_a_run_learns_and_a_signal_saves_the_step_that_was_done(settings, data, 
     assert {record["length"] for record in figures} == {8, 32}
 
 
-def test_experts_repeat_and_a_killed_run_resumes_to_the_same_losses(mixed_settings, mixed_data, tmp_path, monkeypatch):
-    mixture = dataclasses.replace(mixed_settings.model, experts=EXPERTS)
-    settings = dataclasses.replace(mixed_settings, model=mixture)
-    assert run(settings, mixed_data, tmp_path / "whole", 8) == 8
+def test_a_killed_run_resumes_to_the_same_losses(mixed_settings, mixed_data, tmp_path, monkeypatch):
+    assert run(mixed_settings, mixed_data, tmp_path / "whole", 8) == 8
     kill = mock.Mock(side_effect=KeyboardInterrupt)
     with amid(monkeypatch, loop, "mixed_rows", 7, kill), pytest.raises(KeyboardInterrupt):
-        run(settings, mixed_data, tmp_path / "cut", 8)
-    other = loop.initial_state(dataclasses.replace(settings, seed=5)), 0  # a checkpoint goes before any start
-    assert run(settings, mixed_data, tmp_path / "cut", 8, start=other) == 8
+        run(mixed_settings, mixed_data, tmp_path / "cut", 8)
+    other = loop.initial_state(dataclasses.replace(mixed_settings, seed=5)), 0  # a checkpoint goes before any start
+    assert run(mixed_settings, mixed_data, tmp_path / "cut", 8, start=other) == 8
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     figures = log(tmp_path / "whole")
     assert {record["length"] for record in figures} == {128, 256}
@@ -74,10 +72,9 @@ def test_a_start_from_weights_is_those_weights(mixed_settings):
     assert bool((state.params.layers[0].q.array[1] == params.layers[1].q.array).all())
 
 
-def test_muon_turns_the_matrices_of_layers_and_experts_and_adam_the_rest(settings):
-    experts = dataclasses.replace(settings, model=dataclasses.replace(settings.model, experts=EXPERTS))
-    state = jax.eval_shape(loop.initial_state, experts)
+def test_muon_turns_the_matrices_of_layers_and_adam_the_rest(settings):
+    state = jax.eval_shape(loop.initial_state, settings)
     turned = {leaf.shape for leaf in jax.tree.leaves(state.optimizer[1].inner_states["muon"]) if leaf.ndim}
-    width, narrow = experts.model.hidden_size, experts.model.intermediate_size
-    assert {(1, 6, 16, width), (1, 6, width, 16), (1, narrow, width), (1, width, narrow)} < turned
-    assert not {(1, 6, width), state.params.embedding.shape} & turned  # a router, and the embedding
+    layers, width, narrow = settings.model.num_layers, settings.model.hidden_size, settings.model.intermediate_size
+    assert {(layers, narrow, width), (layers, width, narrow)} < turned
+    assert state.params.embedding.shape not in turned and (layers, width) not in turned  # nor a norm

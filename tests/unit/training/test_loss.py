@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_training import plain_attention, plain_pass
-from small_runs import EXPERTS, MIXED_VOCAB, VOCAB
+from small_runs import MIXED_VOCAB, VOCAB
 
 from et_jax.models.transformer import initialise
 from et_jax.softmax import Softmax
@@ -31,7 +31,7 @@ def test_loss_and_gradient_are_those_of_the_plain_formula(settings, packed):
     segments = jnp.broadcast_to(jnp.arange(20) // 9, targets.shape) if packed else None
 
     def plain(params):
-        losses = losses_of(plain_pass(loss.unstack(params), settings.model, inputs, segments)[0], targets)
+        losses = losses_of(plain_pass(loss.unstack(params), settings.model, inputs, segments), targets)
         return losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
 
     expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
@@ -59,44 +59,18 @@ def test_attention_in_chunks_is_attention_at_once_within_documents(monkeypatch):
 def test_hits_are_where_the_likeliest_token_of_the_plain_model_is_the_target(mixed_settings):
     params, (inputs, _) = loop.initial_state(mixed_settings).params, drawn_tokens(2, 24, MIXED_VOCAB)
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), loss.unstack(params))
-    best = jax.jit(lambda params: plain_pass(params, mixed_settings.model, inputs)[0])(exact).argmax(axis=-1)
+    best = jax.jit(lambda params: plain_pass(params, mixed_settings.model, inputs))(exact).argmax(axis=-1)
     targets = jnp.where(jnp.arange(24) % 3 == 0, best, (best + 1) % MIXED_VOCAB)
     found = loss.hits(params, mixed_settings.model, inputs, targets)
     assert (found == (jnp.arange(24) % 3 == 0)).mean() > 0.9  # products in bfloat16 may swap the two likeliest
 
 
-def test_layers_of_several_kinds_are_those_of_the_plain_formula(settings):
-    """A window, experts in some layers; the loss has their load balance, and all of them a gradient."""
-    experts = dataclasses.replace(EXPERTS, layers=(False, True, True))
-    config = dataclasses.replace(settings.model, num_layers=3, windows=(6, None, None), experts=experts)
+def test_layers_of_several_windows_are_those_of_the_plain_formula(settings):
+    config = dataclasses.replace(settings.model, num_layers=3, windows=(6, None, None))
     assert loss.runs(config) == (range(1), range(1, 3))
     drawn = initialise(config, jax.random.key(0))
     params = jax.tree.map(lambda leaf: leaf * (8.0 if leaf.ndim > 1 else 1.0), drawn)
     inputs, targets = drawn_tokens(3, 20, VOCAB)
-
-    def mix(layer, own, x, memory):
-        """Of each token the weighed sum over all experts, of which all but two weigh nothing."""
-        probability = jax.nn.softmax(jnp.einsum("btw,ew->bte", x, own.router))
-        likely = probability >= jnp.sort(probability)[..., -2:-1]
-        share = jnp.where(likely, probability, 0.0)
-        opened = jax.nn.silu(jnp.einsum("btw,efw->btef", x, own.gate.array))
-        value = opened * jnp.einsum("btw,efw->btef", x, own.up.array)
-        made = jnp.einsum("btef,ewf->btew", value, own.down.array)
-        out = jnp.einsum("btew,bte->btw", made, share / share.sum(-1, keepdims=True))
-        return out, memory + 6 * jnp.sum(likely.mean((0, 1)) / 2 * probability.mean((0, 1)))
-
-    def plain(params):
-        scores, balance = plain_pass(params, config, inputs, memory=jnp.zeros(()), mix=mix)
-        return losses_of(scores, targets).mean() + 0.3 * balance / 2
-
-    def found_of(params):
-        return loss.mean_loss(loss.stack(params, config), config, inputs, targets, balance=0.3)
-
-    expected, wanted = jax.jit(jax.value_and_grad(plain))(params)
-    found, gradients = jax.jit(jax.value_and_grad(found_of))(params)
+    expected = losses_of(plain_pass(params, config, inputs), targets).mean()
+    found = loss.mean_loss(loss.stack(params, config), config, inputs, targets)
     assert float(found) == pytest.approx(float(expected), abs=0.02)  # products in bfloat16
-    for layer in (1, 2):
-        for name in ("router", "gate", "up", "down"):
-            formula, got = (jax.tree.leaves(getattr(tree.layers[layer].experts, name)) for tree in (wanted, gradients))
-            assert jnp.linalg.norm(formula[0]) > 0
-            assert jnp.linalg.norm(formula[0] - got[0]) <= 0.1 * jnp.linalg.norm(formula[0])
