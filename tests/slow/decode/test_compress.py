@@ -8,19 +8,7 @@ import jax.numpy as jnp
 import kept_entries
 import numpy as np
 import pytest
-from small_model import (
-    LENGTH,
-    MODEL,
-    NARROW,
-    PAGE,
-    configuration,
-    dense_forward,
-    prompt,
-    run,
-    same_bits,
-    start,
-    weights,
-)
+from small_model import LENGTH, MODEL, NARROW, PAGE, configuration, dense_forward, prompt, same_bits, start, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -116,12 +104,7 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
 
 @pytest.mark.parametrize(
     ("name", "model", "every"),
-    [
-        ("adakv", "plain", 8),
-        ("adakv", "narrow", 8),
-        ("pyramidkv", "narrow", 0),
-        ("streaming", "plain", 8),
-    ],
+    [("adakv", "plain", 8), ("adakv", "narrow", 8), ("pyramidkv", "narrow", 0), ("streaming", "plain", 8)],
 )
 def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model, every):
     d, params = compressing(name, every, model), weights()
@@ -153,7 +136,9 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
 def test_a_sequence_that_fits_its_region_stays_as_it_is():
     d, params, tokens = compressing("latent", 8), weights(), prompt(12, 5)
     assert points(d, len(tokens))[0] == BUDGET + 8
-    state, _ = run(d, params, start(d, params, d.empty(), 1, tokens, limit=20), 12)
+    state = start(d, params, d.empty(), 1, tokens, limit=20)
+    for _ in range(12):
+        state, _ = d.step((params,), state)
     before = jax.tree.map(np.asarray, state)
     state, granted = d.compress(state, 1)
     assert granted and same_bits(before, state)

@@ -27,17 +27,8 @@ from et_jax.types import Table, replace
 from scripts.measuring.kernel_shapes.paged_attention import Shape, example
 
 # Wide enough that sums over 2 rows are small to XLA, and those over 18 rows are not.
-WIDE = dataclasses.replace(
-    MODEL,
-    vocab_size=2093,
-    hidden_size=256,
-    intermediate_size=320,
-    num_layers=1,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    windows=(None,),
-)
+SIZES = {"vocab_size": 2093, "hidden_size": 256, "intermediate_size": 320}
+WIDE = dataclasses.replace(MODEL, num_layers=1, windows=(None,), num_heads=6, num_kv_heads=2, head_dim=32, **SIZES)
 SLIDING = dataclasses.replace(WIDE, num_layers=2, head_dim=64, windows=(6, None), vocab_size=500)
 LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
 LAWS = {

@@ -27,17 +27,15 @@ def deep(windows: tuple[int | None, ...], **changes) -> ModelConfig:
     return dataclasses.replace(MODEL, num_layers=len(windows), windows=windows, **changes)
 
 
-MODELS = {
-    "llama": deep((None,) * 2),
-    "gemma": deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0),
-}
+LLAMA = deep((None,) * 2)
+GEMMA = deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0)
 CERTIFIED = preset("certified", tolerance=0.5, min_blocks=1, window=4, target_entropy=2.0)
 ENTROPYINFER = preset("entropyinfer", prefill_budget=16)
 KEPT = named("pyramidkv", 16, window=6, gap=3)
 WAYS = {
-    "prompts read in part": ("llama", {"controller": ENTROPYINFER}),
-    "drafts": ("llama", {"draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))}),
-    "compression": ("gemma", {"compression": KEPT}),
+    "prompts read in part": (LLAMA, {"controller": ENTROPYINFER}),
+    "drafts": (LLAMA, {"draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))}),
+    "compression": (GEMMA, {"compression": KEPT}),
 }
 
 
@@ -77,8 +75,7 @@ def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]
 @pytest.mark.parametrize("name", WAYS)
 def test_a_text_is_that_of_layers_apart(name):
     """Its logits too, but for what XLA rounds otherwise where a loop is around it."""
-    of_name, changes = WAYS[name]
-    model = MODELS[of_name]
+    model, changes = WAYS[name]
     assert len(stacks_of(model, stacked=True)) < model.num_layers
     written, logits, drafted = decoded(*of(model, True, **changes))
     apart, expected, _ = decoded(*of(model, False, **changes))
@@ -112,6 +109,6 @@ def test_a_program_is_as_long_whatever_its_layers(function, changes):
 
 
 def test_weights_that_lie_otherwise_than_the_cache_are_refused():
-    d, _ = of(MODELS["llama"], True)
+    d, _ = of(LLAMA, True)
     with pytest.raises(ValueError, match="other stacks than those of the cache"):
-        jax.eval_shape(d.step, (weights(model=MODELS["llama"]),), d.empty())
+        jax.eval_shape(d.step, (weights(model=LLAMA),), d.empty())

@@ -18,10 +18,7 @@ from et_jax.decode import decoder as decoding
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 LIMIT = 20
-SWITCHES = {
-    "printed": AsPrinted(4.17, window=3, least=2),
-    "guarded": Hysteresis(4.2, low=0.98, window=3, least=2),
-}
+SWITCHES = {"printed": AsPrinted(4.17, window=3, least=2), "guarded": Hysteresis(4.2, low=0.98, window=3, least=2)}
 
 
 def pair() -> tuple:

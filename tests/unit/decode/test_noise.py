@@ -3,7 +3,6 @@
 Shares that chance decides are compared within five standard errors; the numbers are fixed by their keys.
 """
 
-import functools
 import itertools
 
 import jax
@@ -21,14 +20,7 @@ def keys(rows: int, first: int = 0) -> np.ndarray:
     return np.stack([np.zeros(rows, np.uint32), first + np.arange(rows, dtype=np.uint32)], axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def bits_of(key, position, size):
-    return noise.random_bits(key, position, size)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def noise_of(key, position, size):
-    return noise.race_noise(key, position, size)
+bits_of, noise_of = (jax.jit(one, static_argnums=2) for one in (noise.random_bits, noise.race_noise))
 
 
 def test_every_bit_depends_on_every_bit_of_key_position_and_token():

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from mixtures import BIASED, CONFIG
 from small_model import MODEL, begun, configuration
 
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
-from et_jax.models.config import ClampedSwish, ExpertConfig
 from et_jax.models.params import Params
 from et_jax.models.sharding import AXIS, placed
 from et_jax.models.transformer import initialise
@@ -23,28 +23,10 @@ from et_jax.types import replace
 pytestmark = [pytest.mark.devices, pytest.mark.usefixtures("hardly_optimised")]
 
 TOKENS = 24
-EXPERTS = ExpertConfig(
-    num_experts=6,
-    num_per_token=3,
-    width=24,
-    normalised=True,
-    layers=(True, True),
-    shared_width=16,
-    biases=True,
-    activation=ClampedSwish(alpha=1.702, limit=1.5),
-)
+EXPERTS = dataclasses.replace(CONFIG, **BIASED | {"width": 24, "layers": (True, True), "shared_width": 16})
+PARTS = dict.fromkeys(("sinks", "qkv_bias", "o_bias", "qk_norm", "tie_embeddings"), True)
 ODD = dataclasses.replace(
-    MODEL,
-    num_heads=16,
-    num_kv_heads=8,
-    experts=EXPERTS,
-    windows=(6, None),
-    sinks=True,
-    qkv_bias=True,
-    o_bias=True,
-    qk_norm=True,
-    qk_norm_over="width",
-    tie_embeddings=True,
+    MODEL, num_heads=16, num_kv_heads=8, windows=(6, None), experts=EXPERTS, qk_norm_over="width", **PARTS
 )
 PAPER = preset("paper", tolerance=0.5, min_blocks=1, window=4, target_entropy=2.0)
 

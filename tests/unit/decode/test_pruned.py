@@ -54,18 +54,17 @@ def test_the_blocks_chosen_are_the_fewest_that_hold_the_mass(mass):
 def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
     how, layers = Pruned(mass=0.9, share=0.5), [jnp.asarray(masses(seed)) for seed in (3, 4)]
     masks, held = jnp.zeros((3, 2, 2, 2), jnp.uint32), jnp.full(3 if rows is None else 2, BLOCKS, jnp.int32)
+    given = None if rows is None else jnp.asarray(rows)
 
     def noted(*asked: bool) -> np.ndarray:
-        recorded_rows = RecordedRows(
-            rows=None if rows is None else jnp.asarray(rows), asked=jnp.asarray(asked)[: len(held)]
-        )
+        recorded_rows = RecordedRows(rows=given, asked=jnp.asarray(asked)[: len(held)])
         return np.asarray(heavy_of(how, recorded_rows, tuple(map(recorded_rows.of, layers)), held, masks))
 
     assert not noted(False, False, False).any()
     for layer, block_lse in enumerate(layers):
         alone = heavy_blocks(how, log_shares(block_lse, 2)[:, None], jnp.full(3, BLOCKS, jnp.int32))[:, 0]
         alone = alone | pack_blocks(jnp.arange(BLOCKS) == BLOCKS - 1)
-        alone = np.asarray(alone if rows is None else alone[np.asarray(rows)])
+        alone = np.asarray(alone if given is None else alone[given])
         np.testing.assert_array_equal(noted(True, True, True)[:, layer], alone)
         some = noted(False, True, True)[:, layer]
         assert not some[0].any() and np.array_equal(some[1:], alone[1:])

@@ -18,19 +18,13 @@ from et_jax.types import replace
 ROWS = 4
 VOCABULARIES = (7, 300)
 OFF = -np.inf
-DTYPES = {"top_k": jnp.int32, "p_less": jnp.bool_}
 
 
-def asked(rows: int = ROWS, **given) -> sampling.Sampling:
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    off |= dict(top_n_sigma=0.0, min_k=0.0, typical_p=1.0, eta_cutoff=0.0, top_h=0.0, p_less=False)
-    off |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    fields = {
-        name: jnp.broadcast_to(jnp.asarray(given.get(name, value), DTYPES.get(name, jnp.float32)), rows)
-        for name, value in off.items()
-    }
-    key = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i)))(jnp.arange(rows))
-    return sampling.Sampling(**fields, key=given.get("key", key))
+def asked(**given) -> sampling.Sampling:
+    """Settings of every row at temperature 1, of which all is off but what is given."""
+    off, given = sampling.plain((ROWS,)), {"temperature": 1.0} | given
+    given = {name: jnp.asarray(number, getattr(off, name).dtype) for name, number in given.items()}
+    return replace(off, **{name: jnp.broadcast_to(number, ROWS) for name, number in given.items()})
 
 
 @functools.cache

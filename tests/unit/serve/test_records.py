@@ -18,15 +18,8 @@ from et_jax.types import replace
 
 STEPS, SLOTS = 3, 3
 NUM_MULTIPLIED = 700
-MODEL_COST = cost.Model(
-    weights=6000,
-    block=10,
-    summary=1,
-    num_multiplied=NUM_MULTIPLIED,
-    heads=MODEL.num_layers * MODEL.num_kv_heads,
-    group_size=MODEL.group_size,
-    head_dim=MODEL.head_dim,
-)
+HEADS = {"heads": MODEL.num_layers * MODEL.num_kv_heads, "group_size": MODEL.group_size, "head_dim": MODEL.head_dim}
+MODEL_COST = cost.Model(weights=6000, block=10, summary=1, num_multiplied=NUM_MULTIPLIED, **HEADS)
 
 
 def work(**figures) -> Work:
