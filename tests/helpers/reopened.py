@@ -23,6 +23,11 @@ def tokens_of(model: engine.Model, prompts: list[str], params: SamplingParams) -
     return [list(done.token_ids) for done in model.generate(prompts, params)]
 
 
+def requested(prompt: str | tuple[int, ...], **params) -> GenerationRequest:
+    """Return a request of these settings, whose text goes on to its limit."""
+    return GenerationRequest(prompt=prompt, params=SamplingParams(**{"ignore_eos": True} | params))
+
+
 def asked(tokenizer, count: int, *, longer: int, limit: int = 12, more: int = 1, **settings) -> list[GenerationRequest]:
     """Return requests whose seeds are their numbers, each with `longer` tokens of prompt and a limit `more` higher.
 
@@ -30,10 +35,7 @@ def asked(tokenizer, count: int, *, longer: int, limit: int = 12, more: int = 1,
     """
     tokens = tokenizer.encode(SENTENCE * 4)
     return [
-        GenerationRequest(
-            prompt=tuple(tokens[i % 3 : 9 + longer * i]),
-            params=SamplingParams(**{"max_tokens": limit + more * i, "seed": i, "ignore_eos": True} | settings),
-        )
+        requested(tuple(tokens[i % 3 : 9 + longer * i]), **{"max_tokens": limit + more * i, "seed": i} | settings)
         for i in range(count)
     ]
 

@@ -8,17 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from et_jax.control.controller import Controller
 from et_jax.decode import request as decoding
 from et_jax.decode.config import DecoderConfig
-from et_jax.decode.request import Request
 from et_jax.models.config import ModelConfig
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls
 from et_jax.types import replace
-from scripts.measuring.shapes import SMALL, even_heads
+from scripts.measuring.shapes import SMALL
 
-DEFAULT = Controller()
 PAGE, CHUNK, LENGTH = 4, 8, 64
 POOL = 25  # 24 pages for three slots of up to sixteen blocks
 MODEL = dataclasses.replace(SMALL, max_positions=LENGTH)
@@ -55,12 +52,6 @@ def prompt(number: int, length: int) -> list[int]:
     return np.random.default_rng(number).integers(1, VOCABULARY, length).tolist()
 
 
-def request(token: int, *, control=DEFAULT, **asked) -> Request:
-    """Return a request of the small model after a prompt that ends in a token."""
-    config = configuration(controller=control, calibration=even_heads(MODEL))
-    return decoding.request(config, [token], **{"limit": 12} | asked)
-
-
 def given(params) -> tuple:
     """The weights of a decoder's models, where there is one too."""
     return params if isinstance(params, tuple) else (params,)
@@ -80,16 +71,19 @@ def start(d, params, state, slot: int, tokens: list[int], **asked):
 
 
 def run(d, params, state, steps: int = 32):
-    """Decode, and return the state and each slot's rows of the output of steps of one token, those produced."""
+    """Decode, and return the state and the rows of the output of each slot, those produced."""
     state, output, ran = d.decode(given(params), state, steps)
+    return state, produced(output, int(ran))
+
+
+def produced(output, ran: int) -> dict:
+    """Return the rows of each slot of the output of so many steps: those of the tokens that were produced."""
     host = jax.tree.map(
-        lambda x: np.asarray(x[: int(ran), 0].astype(jnp.float32) if x.dtype == jnp.bfloat16 else x[:, 0]), output
+        lambda x: np.asarray(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x)[:ran].reshape(-1, *x.shape[2:]),
+        output,
     )
-    rows = {}
-    for slot in range(d.config.num_slots):
-        kept = np.flatnonzero(host.produced[: int(ran), slot])
-        rows[slot] = jax.tree.map(lambda x, kept=kept, slot=slot: x[kept, slot], host)
-    return state, rows
+    places = {slot: np.flatnonzero(host.produced[:, slot]) for slot in range(host.produced.shape[1])}
+    return {slot: jax.tree.map(lambda x, slot=slot, at=at: x[at, slot], host) for slot, at in places.items()}
 
 
 def texts(rows) -> dict[int, list[int]]:

@@ -54,9 +54,8 @@ def reference(model, law, tokens, page, chunk):
         scale, num_segments = width**-0.5, -(-count // chunk)
         scores = entropyinfer.observation(groups, kept[-1][0], chunk, page)
         entropy = entropyinfer.entropies(scores, chunk, page, printed=law.printed, scale=scale)
-        budget = entropyinfer.budgets(
-            entropy, law.tokens, gain=law.gain, threshold=law.threshold, floor=law.floor, cap=law.cap
-        )
+        numbers = {name: getattr(law, name) for name in ("gain", "threshold", "floor", "cap")}
+        budget = entropyinfer.budgets(entropy, law.tokens, **numbers)
         budget = np.where(entropyinfer.rigid(entropy, law.rigid_below, online=True), law.tokens, budget)
         best = entropyinfer.best_blocks(scores, np.floor(budget / page), chunk, page)
         out = np.zeros_like(q)

@@ -8,25 +8,12 @@ import jax.numpy as jnp
 import kept_entries
 import numpy as np
 import pytest
-from small_model import (
-    LENGTH,
-    MODEL,
-    NARROW,
-    PAGE,
-    configuration,
-    dense_forward,
-    prompt,
-    run,
-    same_bits,
-    start,
-    weights,
-)
+from small_model import LENGTH, MODEL, NARROW, PAGE, configuration, dense_forward, prompt, same_bits, start, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
 from et_jax.control.select import Certified, coded_bounds
 from et_jax.decode import decoder as decoding
-from et_jax.decode.plant import PlantState
 from et_jax.decode.state import DecodeState
 from et_jax.types import replace
 
@@ -41,9 +28,8 @@ TOKENS = prompt(11, 41)
 @functools.cache
 def compressing(name: str, every: int = 0, model: str = "plain", **changes) -> decoding.Decoder:
     how = named(name, BUDGET, window=WINDOW, gap=GAP, every=every)
-    keep = frozenset({"logits"})
-    sizes = {"num_pages": POOL} | changes
-    return decoding.decoder(configuration(model=MODELS[model], compression=how, keep=keep, **sizes))
+    changes = {"num_pages": POOL, "keep": frozenset({"logits"})} | changes
+    return decoding.decoder(configuration(model=MODELS[model], compression=how, **changes))
 
 
 def room_of(d: decoding.Decoder) -> int:
@@ -51,37 +37,28 @@ def room_of(d: decoding.Decoder) -> int:
     return d.config.layout.region * PAGE
 
 
-def known(state: DecodeState) -> PlantState:
-    """What the state knows of compression."""
-    return state.plants[0]
-
-
-def points(d: decoding.Decoder, num_prompt: int, most: int = LENGTH) -> list[int]:
+def points(d: decoding.Decoder, num_prompt: int) -> list[int]:
     """The lengths at which a sequence of so many prompt tokens is compressed."""
     how, room, found, shift = d.config.compression, room_of(d), [], 0
     assert how is not None
-    while (point := how.point(num_prompt, shift, room)) is not None and point < most:
+    while (point := how.point(num_prompt, shift, room)) is not None and point < LENGTH:
         found.append(point)
         shift = point - room
     return found
 
 
-def step(d, params, state, slots: dict[int, int]):
-    """Compress the slots, each with a prompt of so many tokens, whose point has come; then take a step."""
-    for slot, num_prompt in slots.items():
-        if int(state.length[slot]) in points(d, num_prompt):
-            state, granted = d.compress(state, slot)
-            shift = known(state).shift
-            assert granted and shift is not None and int(state.length[slot] - shift[slot]) == room_of(d)
-    return d.step((params,), state)
-
-
 def decoded(d, params, slot: int, tokens: list[int], steps: int, **asked):
-    """The state after so many steps of a sequence alone, the tokens in its cache, and the logits of each step."""
-    state = start(d, params, d.empty(), slot, tokens, limit=LENGTH - len(tokens), **asked)
+    """The state after so many steps of a sequence alone, the tokens in its cache, and the logits of each step.
+
+    It is compressed wherever its point has come.
+    """
+    state, due = start(d, params, d.empty(), slot, tokens, limit=LENGTH - len(tokens), **asked), points(d, len(tokens))
     text, logits = list(tokens), []
     for _ in range(steps):
-        state, _ = step(d, params, state, {slot: len(tokens)})
+        if int(state.length[slot]) in due:
+            state, granted = d.compress(state, slot)
+            assert granted and int(state.num_cached[slot]) == room_of(d)
+        state, _ = d.step((params,), state)
         text.append(int(state.token[slot]))
         logits.append(np.asarray(state.logits[slot]))
     return state, text[:-1], np.stack(logits)
@@ -127,12 +104,7 @@ def reference(name: str, model, params, text: list[int], at: list[int], room: in
 
 @pytest.mark.parametrize(
     ("name", "model", "every"),
-    [
-        ("adakv", "plain", 8),
-        ("adakv", "narrow", 8),
-        ("pyramidkv", "narrow", 0),
-        ("streaming", "plain", 8),
-    ],
+    [("adakv", "plain", 8), ("adakv", "narrow", 8), ("pyramidkv", "narrow", 0), ("streaming", "plain", 8)],
 )
 def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model, every):
     d, params = compressing(name, every, model), weights()
@@ -153,7 +125,7 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
     if model == "plain":  # heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets
         new = blocks - room_of(d) // PAGE
         assert int(signals.blocks_read[1]) == MODEL.num_layers * MODEL.num_kv_heads * (BUDGET // PAGE + new)
-    table, skipped = np.asarray(state.table.pages[1]), known(state).skipped
+    table, skipped = np.asarray(state.table.pages[1]), state.plants[0].skipped
     for layer, head in itertools.product(range(MODEL.num_layers), range(MODEL.num_kv_heads)):
         first = 0 if skipped is None else int(skipped[1, layer, head]) * PAGE
         pages = np.asarray(state.plants[0].cache.layers[layer].pages[head, table])
@@ -164,7 +136,9 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
 def test_a_sequence_that_fits_its_region_stays_as_it_is():
     d, params, tokens = compressing("latent", 8), weights(), prompt(12, 5)
     assert points(d, len(tokens))[0] == BUDGET + 8
-    state, _ = run(d, params, start(d, params, d.empty(), 1, tokens, limit=20), 12)
+    state = start(d, params, d.empty(), 1, tokens, limit=20)
+    for _ in range(12):
+        state, _ = d.step((params,), state)
     before = jax.tree.map(np.asarray, state)
     state, granted = d.compress(state, 1)
     assert granted and same_bits(before, state)
@@ -190,7 +164,7 @@ def test_where_pages_are_short_nothing_changes():
 
 def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers "k t e" and the scales "k t 2" that slot 1 holds in a layer, in the order of places."""
-    cached, table = known(state).cache.layers[layer], np.asarray(state.table.pages[1])
+    cached, table = state.plants[0].cache.layers[layer], np.asarray(state.table.pages[1])
     assert cached.kv_scales is not None
     pages, scales = np.asarray(cached.pages[:, table]), np.asarray(cached.kv_scales[:, table]).swapaxes(2, 3)
     heads = len(pages)
@@ -216,7 +190,7 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
             assert at == sorted(set(at)) and len(at) == room
             key = kept[:, : MODEL.head_dim].astype(np.float32) * kept_scales[:, :1]
             key = key.reshape(-1, PAGE, MODEL.head_dim)
-            cached, low, high = known(state).cache.layers[layer], key.min(1), key.max(1)
+            cached, low, high = state.plants[0].cache.layers[layer], key.min(1), key.max(1)
             box = np.asarray(cached.summaries.key_box[head, table])[:, : 2 * MODEL.head_dim]
             np.testing.assert_array_equal(box, np.concatenate([low, high], axis=-1))
             assert cached.key_codes is not None

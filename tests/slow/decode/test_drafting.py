@@ -2,16 +2,14 @@
 
 import dataclasses
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_model import CHUNK, LENGTH, OTHER, PROMPTS, VOCABULARY, configuration, same_bits, weights
+from small_model import CHUNK, LENGTH, OTHER, PROMPTS, VOCABULARY, configuration, produced, same_bits, texts, weights
 from small_model import MODEL as OF_TWO_LAYERS
 
 from et_jax.control.base import chain
@@ -97,36 +95,23 @@ def begun(d, params, **asked):
     return small_model.begun(d, params, lambda slot: {"limit": LIMIT} | ASKED[slot] | asked)
 
 
-def told(output, ran: int) -> dict[int, dict[str, Any]]:
-    """What every slot was brought, token by token."""
-    output = jax.tree.map(lambda x: np.asarray(x)[:ran].reshape(-1, *x.shape[2:]), output)
-    kept = {"token": output.token, "finished": output.finished, "temperature": output.temperature}
-    kept |= {"time": output.entropic_time, "cost": output.total_cost, "signals": output.signals}
-    rows = {}
-    for slot in PROMPTS:
-        places = np.flatnonzero(output.produced[:, slot])
-        rows[slot] = jax.tree.map(lambda x, slot=slot, places=places: x[places, slot], kept)
-    return rows
+def figures(rows) -> list[tuple]:
+    """What every slot was brought, token by token, but what is told of drafts."""
+    told = "token", "finished", "temperature", "entropic_time", "total_cost", "signals"
+    return [tuple(getattr(row, name) for name in told) for row in rows.values()]
 
 
 @functools.cache
 def made(control: str, drafting: Drafting | None, small=None):
-    return decoding.decoder(
-        configuration(
-            controller=CONTROLS[control],
-            draft=drafting,
-            penalties=True,
-            num_pages=49,
-            model=MODEL,
-            others=() if small is None else (small,),
-        )
-    )
+    models = {"model": MODEL, "others": () if small is None else (small,)}
+    sizes = {"penalties": True, "num_pages": 49}
+    return decoding.decoder(configuration(controller=CONTROLS[control], draft=drafting, **models, **sizes))
 
 
 def decoded(d, **asked):
     params = given_to(d)
     state, output, ran = d.decode(params, begun(d, params, **asked), 32)
-    return state, told(output, int(ran)), output, int(ran)
+    return state, produced(output, int(ran)), output, int(ran)
 
 
 @functools.cache
@@ -135,25 +120,17 @@ def plain(control: str):
     return state, rows
 
 
-FOUR = Drafting(most=4, length=FixedLength())
-NONSENSE = Drafting(most=4, length=FixedLength(), drafter=garbage)
-BY_MODEL = Drafting(most=4, length=FixedLength(), drafter=None)
-ITSELF = Drafting(most=4, length=FixedLength(), drafter=Pruned(share=0.3))
-BY_TURNS = Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None)
+fixed = functools.partial(Drafting, most=4, length=FixedLength())
 DRAFTERS = {
-    "the same model beside it": (BY_MODEL, MODEL),
-    "itself": (ITSELF, None),
-    "another model by turns": (BY_TURNS, OTHER),
+    "the same model beside it": (fixed(drafter=None), MODEL),
+    "itself": (fixed(drafter=Pruned(share=0.3)), None),
+    "another model by turns": (Drafting(most=4, length=AcceptanceLength(retry=4), drafter=None), OTHER),
 }
 
 
 @pytest.mark.parametrize(
     ("control", "drafter"),
-    [
-        ("off", "the same model beside it"),
-        ("certified", "another model by turns"),
-        ("surprisals", "itself"),
-    ],
+    [("off", "the same model beside it"), ("certified", "another model by turns"), ("surprisals", "itself")],
 )
 def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
     drafting, small = DRAFTERS[drafter]
@@ -167,9 +144,8 @@ def test_no_draft_changes_a_token_or_what_the_laws_were_told(control, drafter):
         drafted, length = np.asarray(output.drafted)[:ran, 0], np.asarray(output.signals.length)[:ran, 0]
         newest = length - 1  # the first token of a step stands there
         assert (drafted <= 3 - newest % 4)[drafted > 0].all() and drafted.max() == 3 and int(output.accepted.sum()) > 0
-    for slot in PROMPTS:
-        assert rows[slot]["token"].tolist() == expected[slot]["token"].tolist() and len(rows[slot]["token"]) == LIMIT
-        assert same_bits(rows[slot], expected[slot])
+    assert {len(row.token) for row in rows.values()} == {LIMIT}
+    assert same_bits(figures(rows), figures(expected))
     assert same_bits(after.control, before.control) and same_bits(after.table.num_blocks, before.table.num_blocks)
     assert int(after.table.num_free) == int(before.table.num_free)
 
@@ -183,16 +159,12 @@ def test_where_a_lookup_has_a_guess_it_is_taken_and_else_the_model_drafts():
     def some(text, newest, most):
         return jnp.where(jnp.arange(most) < jnp.asarray([most, 0, 2])[:, None], garbage(text, newest, most), -1)
 
-    length = AcceptanceLength(0.0, retry=1)  # drafts that cost nothing are always made
-    whole = Drafting(
-        most=4,
-        length=FixedLength(),
-        drafter=Pruned(mass=1.0, share=1.0),
-        before=Drafting(most=4, length=length, drafter=some),
-    )
+    free = AcceptanceLength(0.0, retry=1)  # drafts that cost nothing are always made
+    before = Drafting(most=4, length=free, drafter=some)
+    whole = fixed(drafter=Pruned(mass=1.0, share=1.0), before=before)
     _, expected = plain("off")
     after, rows, output, ran = decoded(made("off", whole))
-    assert all(rows[slot]["token"].tolist() == expected[slot]["token"].tolist() for slot in PROMPTS)
+    assert texts(rows) == texts(expected)
     drafted, accepted = (np.asarray(x)[:ran, 0] for x in (output.drafted, output.accepted))
     assert drafted[0].tolist() == [4, 0, 2]  # nothing of its own yet
     assert (drafted[1:3, 1] == 4).all() and (drafted[:, 1] == accepted[:, 1]).all()
@@ -235,41 +207,39 @@ def test_a_draft_stops_where_the_small_model_is_uncertain():
 
 def test_a_drafted_stop_id_ends_the_text_where_it_would_end():
     _, expected = plain("off")
-    stop = int(expected[2]["token"][9])
-    ends = expected[2]["token"].tolist().index(stop) + 1
-    ended = {}
-    for name, drafting in (("plain", None), ("lookup", FOUR)):
-        d = made("off", drafting)
-        state, rows, _, _ = decoded(d, stop_ids=(stop,))
-        ended[name] = rows[2]["token"].tolist()
-        assert not state.active[2] and int(state.length[2]) == len(PROMPTS[2]) - 1 + ends
-    assert ended["plain"] == ended["lookup"] == expected[2]["token"][:ends].tolist()
+    written = texts(expected)[2]
+    stop = written[9]
+    ended = written[: written.index(stop) + 1]
+    for drafting in (None, fixed()):
+        state, rows, _, _ = decoded(made("off", drafting), stop_ids=(stop,))
+        assert texts(rows)[2] == ended
+        assert not state.active[2] and int(state.length[2]) == len(PROMPTS[2]) - 1 + len(ended)
 
 
 def test_a_pool_without_room_for_drafts_refuses_none_of_the_text():
     """The pages hold the three texts and no more: drafts take what is left over, for as long as it is."""
     needed = sum(-(-(len(tokens) - 1 + LIMIT) // 4) for tokens in PROMPTS.values())
-    d = made("off", FOUR)
+    d = made("off", fixed())
     params = given_to(d)
     state = begun(d, params)
     free = jnp.int32(needed - int(state.table.num_blocks.sum()))
     state, output, ran = d.decode(params, replace(state, table=replace(state.table, num_free=free)), 32)
-    rows = told(output, int(ran))
+    rows = produced(output, int(ran))
     assert not output.refused[: int(ran)].any()
-    assert all(rows[slot]["token"].tolist() == plain("off")[1][slot]["token"].tolist() for slot in PROMPTS)
+    assert texts(rows) == texts(plain("off")[1])
     assert int(state.table.num_free) == 0
 
 
 def test_a_drafted_token_that_the_model_fails_on_changes_no_text():
     """Its row shares pages with the rows before it, whose weight for it is 0; 0 times NaN is NaN."""
     _, expected = plain("surprisals")
-    written = {token for slot, tokens in PROMPTS.items() for token in (*tokens, *expected[slot]["token"].tolist())}
+    written = {token for slot, tokens in PROMPTS.items() for token in (*tokens, *texts(expected)[slot])}
     unused = jnp.asarray(sorted(set(range(VOCABULARY)) - written))
     whole = weights(model=MODEL)
     assert whole.head is not None
     broken = replace(whole, embedding=Dense(array=whole.embedding.array.at[unused].set(jnp.nan)))
-    d = made("surprisals", NONSENSE)
+    d = made("surprisals", fixed(drafter=garbage))
     _, output, ran = d.decode((broken,), begun(d, (broken,)), 32)
     assert int(output.drafted.sum()) > 0 and not output.fault.any()
-    rows = told(output, int(ran))
-    assert all(same_bits(rows[slot], expected[slot]) for slot in PROMPTS)
+    rows = produced(output, int(ran))
+    assert same_bits(figures(rows), figures(expected))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, PROMPTS, begun, configuration, weights
+from small_model import MODEL, PAGE, PROMPTS, begun, configuration, run, texts, weights
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -27,17 +27,15 @@ def deep(windows: tuple[int | None, ...], **changes) -> ModelConfig:
     return dataclasses.replace(MODEL, num_layers=len(windows), windows=windows, **changes)
 
 
-MODELS = {
-    "llama": deep((None,) * 2),
-    "gemma": deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0),
-}
+LLAMA = deep((None,) * 2)
+GEMMA = deep((6, None) * 2 + (6,), norms="around", score_cap=20.0, window_rope_theta=100.0)
 CERTIFIED = preset("certified", tolerance=0.5, min_blocks=1, window=4, target_entropy=2.0)
 ENTROPYINFER = preset("entropyinfer", prefill_budget=16)
 KEPT = named("pyramidkv", 16, window=6, gap=3)
 WAYS = {
-    "prompts read in part": ("llama", {"controller": ENTROPYINFER}),
-    "drafts": ("llama", {"draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))}),
-    "compression": ("gemma", {"compression": KEPT}),
+    "prompts read in part": (LLAMA, {"controller": ENTROPYINFER}),
+    "drafts": (LLAMA, {"draft": Drafting(most=1, length=FixedLength(), drafter=Pruned(share=0.2))}),
+    "compression": (GEMMA, {"compression": KEPT}),
 }
 
 
@@ -62,46 +60,40 @@ def decoded(d: Decoder, params: tuple[Params, ...]) -> tuple[dict[int, list[int]
 
     The last of them is compressed where the decoder can.
     """
-    state, drafted = begun(d, params, lambda slot: {"seed": slot, "temperature": float(slot), "limit": 24}), 0
-    written: dict[int, list[int]] = {slot: [] for slot in PROMPTS}
-    while np.asarray(state.active).any():
-        state, output = d.step(params, state)
-        for position, slot in zip(*np.nonzero(np.asarray(output.produced)), strict=True):
-            written[int(slot)].append(int(output.token[position, slot]))
-        drafted += 0 if d.config.draft is None else int(output.drafted.sum())
-        if d.config.compression is not None and len(written[2]) == 16:
-            state, granted = d.compress(state, jnp.int32(2))
-            assert granted and int(state.num_cached[2]) < int(state.length[2])
+    state = begun(d, params, lambda slot: {"seed": slot, "temperature": float(slot), "limit": 24})
+    state, first = run(d, params, state, 16)
+    if d.config.compression is not None:
+        state, granted = d.compress(state, jnp.int32(2))
+        assert granted and int(state.num_cached[2]) < int(state.length[2])
+    state, rest = run(d, params, state)
+    written = {slot: [*texts(first)[slot], *texts(rest)[slot]] for slot in PROMPTS}
+    rows = () if d.config.draft is None else (*first.values(), *rest.values())
     assert state.logits is not None
-    return written, np.asarray(state.logits), drafted
+    return written, np.asarray(state.logits), sum(int(row.drafted.sum()) for row in rows)
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_a_text_is_that_of_layers_apart(name):
     """Its logits too, but for what XLA rounds otherwise where a loop is around it."""
-    of_name, changes = WAYS[name]
-    model = MODELS[of_name]
+    model, changes = WAYS[name]
     assert len(stacks_of(model, stacked=True)) < model.num_layers
-    (texts, logits, drafted), (apart, expected, _) = (
-        decoded(*of(model, stacked, **changes)) for stacked in (True, False)
-    )
+    written, logits, drafted = decoded(*of(model, True, **changes))
+    apart, expected, _ = decoded(*of(model, False, **changes))
     assert (drafted > 0) == ("draft" in changes)
-    assert texts == apart and all(len(text) == 24 for text in texts.values())
+    assert written == apart and all(len(text) == 24 for text in written.values())
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def lines_of(depth: int, function: str, **changes) -> int:
     """How many lines of StableHLO a function of a decoder of so many layers has."""
     d, params = of(deep((None, 6) * (depth // 2)), True, **changes)
-    given = {"step": (params, d.empty())}.get(function)
-    if function == "prefill":
-        count = d.config.prefill_batch // d.config.chunk
-        rows = jnp.zeros(count, jnp.int32)
-        given = params, d.empty(), rows, jnp.zeros((count, d.config.chunk), jnp.int32), rows, jnp.zeros(count, bool)
-    if function == "compress":
-        given = d.empty(), jnp.int32(0)
-    assert given is not None
-    return len(getattr(d, function).lower(*given).as_text().splitlines())
+    state, rows = d.empty(), jnp.zeros(d.config.prefill_batch // d.config.chunk, jnp.int32)
+    given = {
+        "step": (params, state),
+        "prefill": (params, state, rows, jnp.zeros((len(rows), d.config.chunk), jnp.int32), rows, rows > 0),
+        "compress": (state, jnp.int32(0)),
+    }
+    return len(getattr(d, function).lower(*given[function]).as_text().splitlines())
 
 
 @pytest.mark.parametrize(
@@ -117,6 +109,6 @@ def test_a_program_is_as_long_whatever_its_layers(function, changes):
 
 
 def test_weights_that_lie_otherwise_than_the_cache_are_refused():
-    d, _ = of(MODELS["llama"], True)
+    d, _ = of(LLAMA, True)
     with pytest.raises(ValueError, match="other stacks than those of the cache"):
-        jax.eval_shape(d.step, (weights(model=MODELS["llama"]),), d.empty())
+        jax.eval_shape(d.step, (weights(model=LLAMA),), d.empty())

@@ -21,7 +21,6 @@ from small_model import (
     fill,
     paged_texts,
     prompt,
-    request,
     run,
     same_bits,
     start,
@@ -39,18 +38,16 @@ from et_jax.models.weights import Dense
 from et_jax.serve.chunks import pack
 from et_jax.types import replace
 
+CONTROLLERS = {
+    "plain": Controller(),
+    "sparse": Controller(selector=(SinksWindow(2, 6), even_blocks)),
+    "own": Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer),
+}
+
 
 @functools.cache
 def made(name: str) -> decoding.Decoder:
-    """The decoder of this name."""
-    own = Controller(law=chain(FallClock(), by_entropy), temperature_rule=a_little_warmer)
-    sparse = Controller(selector=(SinksWindow(2, 6), even_blocks))
-    changes = {
-        "plain": {},
-        "sparse": {"controller": sparse},
-        "own": {"controller": own},
-    }
-    return decoding.decoder(configuration(**changes[name]))
+    return decoding.decoder(configuration(controller=CONTROLLERS[name]))
 
 
 def row_of(state, slot: int):
@@ -58,9 +55,8 @@ def row_of(state, slot: int):
     fields = ("token", "length", "generated", "limit", "active", "arrival", "sampling", "signals")
     rows = {name: getattr(state, name) for name in fields}
     rows |= {name: x for name, x in vars(state.control).items() if name not in ("wait", "priority")}
-    return jax.tree.map(
-        lambda x: np.array(x[slot]), rows | {"pages": state.table.pages, "blocks": state.table.num_blocks}
-    )
+    rows |= {"pages": state.table.pages, "blocks": state.table.num_blocks}
+    return jax.tree.map(lambda x: np.array(x[slot]), rows)
 
 
 def opened_blocks(length_of_prompt: int):
@@ -131,16 +127,14 @@ def test_the_signals_are_those_of_the_dense_logits():
         assert signals.blocks_read.tolist() == blocks.tolist()
         np.testing.assert_allclose(signals.cost, blocks * PAGE * width * 4 + num_bytes / 3, rtol=1e-6)
         assert signals.length.tolist() == (at + 1).tolist()
-        assert signals.generated.tolist() == list(range(1, 13)) and signals.remaining.tolist() == list(
-            range(11, -1, -1)
-        )
+        assert signals.generated.tolist() == list(range(1, 13))
+        assert signals.remaining.tolist() == list(range(11, -1, -1))
         assert signals.allocated_pages.tolist() == (at // PAGE + 1).tolist()
         np.testing.assert_array_equal(signals.kept_mass, 1)
         np.testing.assert_array_equal(rows[slot].temperature, np.float32(temperature))
         np.testing.assert_allclose(rows[slot].total_cost, np.cumsum(signals.cost), rtol=1e-5)
-        np.testing.assert_allclose(
-            rows[slot].entropic_time, np.cumsum(np.maximum(-np.diff(entropy, prepend=0), 0)), atol=1e-3
-        )
+        falls = np.maximum(-np.diff(entropy, prepend=0), 0)
+        np.testing.assert_allclose(rows[slot].entropic_time, np.cumsum(falls), atol=1e-3)
 
 
 def test_a_refused_step_changes_nothing_and_the_text_goes_on_when_a_page_is_free():
@@ -204,8 +198,8 @@ def test_a_law_and_a_temperature_rule_of_ones_own_set_the_temperature_but_of_a_g
 def test_decoding_stops_when_no_sequence_is_active_or_one_ends_where_that_is_asked():
     d, params = made("plain"), weights()
     for until_end, expected in ((True, 2), (False, 9)):
-        state = d.insert(d.empty(), 0, request(5, limit=2))
-        state = d.insert(state, 1, request(6, limit=9))
+        state = start(d, params, d.empty(), 0, [5], limit=2)
+        state = start(d, params, state, 1, [6], limit=9)
         state, output, ran = d.decode((params,), state, 32, np.bool_(until_end))
         assert int(ran) == expected and output.finished[:2, 0, 0].tolist() == [False, True]
     _, _, ran = d.decode((params,), state, 32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import small_model
 from exact import surprisal_moments
-from small_model import MODEL, OTHER, PROMPTS, configuration, dense, given, same_bits, weights
+from small_model import MODEL, OTHER, PROMPTS, configuration, dense, produced, same_bits, weights
 
 from et_jax.control.controller import Controller
 from et_jax.control.switch import AsPrinted, Hysteresis
@@ -18,10 +18,7 @@ from et_jax.decode import decoder as decoding
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 LIMIT = 20
-SWITCHES = {
-    "printed": AsPrinted(4.17, window=3, least=2),
-    "guarded": Hysteresis(4.2, low=0.98, window=3, least=2),
-}
+SWITCHES = {"printed": AsPrinted(4.17, window=3, least=2), "guarded": Hysteresis(4.2, low=0.98, window=3, least=2)}
 
 
 def pair() -> tuple:
@@ -31,38 +28,30 @@ def pair() -> tuple:
 @functools.cache
 def made(switch, **changes):
     """The decoder of a switch's structure; its numbers come with the requests."""
-    return decoding.decoder(
-        configuration(controller=Controller(switch=switch), others=(OTHER,), num_pages=49, **changes)
-    )
+    controller = Controller(switch=switch)
+    return decoding.decoder(configuration(controller=controller, others=(OTHER,), num_pages=49, **changes))
 
 
-def begun(d, params, switch=None):
+def begun(d, switch=None):
     control = None if switch is None else dataclasses.replace(d.config.controller, switch=switch)
-    return small_model.begun(
-        d,
-        params,
-        lambda slot: {"limit": LIMIT, "temperature": 0.7 * (slot == 1), "seed": slot, "control": control},
-    )
+    asked = {"limit": LIMIT, "control": control}
+    return small_model.begun(d, pair(), lambda slot: asked | {"temperature": 0.7 * (slot == 1), "seed": slot})
 
 
-def spoken(d, params, state):
-    """Tokens, entropies and, of two models, who spoke, of every slot."""
+def spoken(d, state):
+    """Tokens, entropies and, of two models, who spoke, of every slot; and the output of all steps."""
     outputs = []
     while jnp.any(state.active):
-        state, output, ran = d.decode(given(params), state, 32)
-        outputs.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[: int(ran), 0], output))
+        state, output, ran = d.decode(pair(), state, 32)
+        outputs.append(jax.tree.map(lambda x, ran=ran: np.asarray(x)[: int(ran)], output))
     output = jax.tree.map(lambda *x: np.concatenate(x), *outputs)
-    rows = {}
-    for slot in PROMPTS:
-        at = np.flatnonzero(output.produced[:, slot])
-        small = None if output.by_small is None else output.by_small[at, slot].tolist()
-        rows[slot] = (output.token[at, slot].tolist(), output.signals.entropy[at, slot], small)
-    return rows, output
+    rows = produced(output, len(output.produced)).items()
+    return {slot: (row.token.tolist(), row.signals.entropy, row.by_small.tolist()) for slot, row in rows}, output
 
 
 def both(switch):
     d = made(SWITCHES["printed"] if isinstance(switch, AsPrinted) else SWITCHES["guarded"])
-    return spoken(d, pair(), begun(d, pair(), switch))
+    return spoken(d, begun(d, switch))
 
 
 def by_hand(switch, tokens: list[int]) -> tuple[list[int], list[bool]]:
@@ -106,17 +95,17 @@ def test_two_models_write_what_an_independent_program_does(name):
 def test_texts_are_the_same_where_prompts_are_read_late():
     expected, _ = both(SWITCHES["guarded"])
     late = made(SWITCHES["guarded"], lazy=True)
-    state = begun(late, pair())
+    state = begun(late)
     model, small = (plant.num_cached for plant in state.plants)
     assert not model.any() and small.tolist() == [len(PROMPTS[slot]) - 1 for slot in PROMPTS]
-    rows, _ = spoken(late, pair(), state)
+    rows, _ = spoken(late, state)
     assert same_bits(rows, expected)
 
 
 def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():
     switch = SWITCHES["printed"]
     d = made(switch, audit=True)
-    rows, output = spoken(d, pair(), begun(d, pair()))
+    rows, output = spoken(d, begun(d))
     expected, _ = both(switch)
     for slot in (0, 2):
         said, _, by_small = rows[slot]
@@ -127,5 +116,5 @@ def test_whoever_catches_up_says_which_of_the_others_words_were_its_own_too():
         for i in range(last):
             model, params = (MODEL, pair()[0]) if by_small[i] else (OTHER, pair()[1])
             agreed += int(np.argmax(dense(params, model, PROMPTS[slot] + said[:i])[0][-1])) == said[i]
-        told = [each[:, slot].sum() for each in (output.audit.audited, output.audit.agreed)]
+        told = [each[..., slot].sum() for each in (output.audit.audited, output.audit.agreed)]
         assert told == [last, agreed]

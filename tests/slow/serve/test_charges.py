@@ -4,27 +4,22 @@ import time
 
 import jax
 import pytest
-from reopened import bits, reopened
+from reopened import bits, reopened, requested
 
 from et_jax.models.weights import num_bytes
 from et_jax.serve import engine
 from et_jax.serve.programs.few_rows import FewRows
-from et_jax.serve.requests import GenerationRequest, SamplingParams
-from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
 PROMPT = "It was in the spring of that year"
-LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
 def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(six_slots):
     """With ends, stop strings in mid-burst and more sequences than rows, swapped between two replicas."""
     served = reopened(six_slots, preempt_every=2, replicas=2)
     kinds = [{}, {"max_tokens": 3}, {"stop": ("e", "a")}, {"temperature": 0.0}, {"n": 2}, {"stop": (" ",)}]
-    requests = [
-        GenerationRequest(prompt=PROMPT[i:], params=replace(LONG, seed=i, **kind)) for i, kind in enumerate(kinds)
-    ]
+    requests = [requested(PROMPT[i:], **{"max_tokens": 20, "seed": i} | kind) for i, kind in enumerate(kinds)]
     done = served.generate(requests)
     config = six_slots.decoder_config
     width = -(-2 * config.model.head_dim // 128) * 128  # keys and values of a KV head, in lines of 128 values
@@ -42,11 +37,8 @@ def test_what_sequences_are_charged_adds_up_to_the_weights_that_steps_read(six_s
 
 def test_a_completion_has_the_same_bits_in_a_program_of_few_rows(monkeypatch):
     model = engine.load("bundled-small", max_num_seqs=8, max_model_len=128, prefix_cache=False)
-    sampled = {"temperature": 0.9, "ignore_eos": True}
-    asked = [
-        GenerationRequest(prompt="It was", params=SamplingParams(seed=i, max_tokens=110 if i == 1 else 20, **sampled))
-        for i in range(5)
-    ]
+    limits = (20, 110, 20, 20, 20)
+    asked = [requested("It was", seed=i, max_tokens=limit, temperature=0.9) for i, limit in enumerate(limits)]
 
     def ran(requests) -> tuple[list, int, int]:
         """The bits of what is generated, the steps that took, and the rows of these."""

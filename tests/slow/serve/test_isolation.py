@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reopened import SENTENCE, asked, assert_balanced, bits, reopened
+from reopened import SENTENCE, asked, assert_balanced, bits, reopened, requested
 
 from et_jax.control.base import Law, chain, claim
 from et_jax.control.controller import Controller
-from et_jax.serve.requests import GenerationRequest, SamplingParams
 from et_jax.serve.sequence import Sequence
 from et_jax.types import replace, value
 
@@ -104,10 +103,7 @@ def test_a_law_that_sets_a_field_to_no_number_ends_its_own_sequence(six_slots):
     heats = [0.0, 1.0, *(1 + i / 64 for i in numbers), *(2 + i / 64 for i in numbers), 3.0, 3.2, 3.4, 0.0, 1.0]
     tokens = six_slots.tokenizer.encode(SENTENCE)
     requests = [
-        GenerationRequest(
-            prompt=tuple(tokens[i % 5 : i % 5 + 7]),
-            params=SamplingParams(max_tokens=8, seed=i, temperature=heat, ignore_eos=True),
-        )
+        requested(tuple(tokens[i % 5 : i % 5 + 7]), max_tokens=8, seed=i, temperature=heat)
         for i, heat in enumerate(heats)
     ]
     done, expected = six_slots.generate(requests, control=control), six_slots.generate(requests)

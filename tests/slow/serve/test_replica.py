@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from capabilities import Capability
-from reopened import SENTENCE
+from reopened import SENTENCE, requested
 from served import Served, assert_balanced, bits
 
 from et_jax.serve import engine
-from et_jax.serve.requests import GenerationRequest, SamplingParams
+from et_jax.types import replace
 
 SIZES = {"max_num_seqs": 4, "max_resident_seqs": 6, "max_model_len": 256, "num_pages": 28}
 """Six slots of which four advance, and pages for about a quarter of what they could hold."""
@@ -46,10 +46,7 @@ def test_traffic_of_uneven_lengths_leaves_the_memory_of_the_process_flat():
     tokens, count, rng = busy.tokenizer.encode(SENTENCE * 8), 600, np.random.default_rng(0)
     lengths, limits = (np.clip(rng.lognormal(mean, 1.0, count), 1, most) for mean, most in ((3.5, 200), (1.0, 20)))
     arrivals = (
-        GenerationRequest(
-            prompt=tuple(tokens[number % 7 :][: int(lengths[number])]),
-            params=SamplingParams(max_tokens=int(limits[number]), seed=number, ignore_eos=True),
-        )
+        requested(tuple(tokens[number % 7 :][: int(lengths[number])]), max_tokens=int(limits[number]), seed=number)
         for number in range(count)
     )
     answered, overtaken, bytes_at_a_third = set(), 0, 0
@@ -67,13 +64,8 @@ def test_traffic_of_uneven_lengths_leaves_the_memory_of_the_process_flat():
 
 def test_priorities_and_deadlines_order_requests_and_none_is_forgotten(served):
     """Eighteen requests come first; then six of a higher priority, and one whose deadline has passed."""
-
-    def asked(seed: int, **urgency) -> GenerationRequest:
-        params = SamplingParams(max_tokens=8, ignore_eos=True, seed=seed)
-        return GenerationRequest(prompt=tuple(served.tokens[:20]), params=params, **urgency)
-
-    low = [asked(i) for i in range(18)]
-    for urgent in ([asked(i, priority=5.0) for i in range(6)], [asked(0, deadline=1e-3)]):
+    low = [requested(tuple(served.tokens[:20]), max_tokens=8, seed=seed) for seed in range(18)]
+    for urgent in ([replace(one, priority=5.0) for one in low[:6]], [replace(low[0], deadline=1e-3)]):
         order = [index for index, _ in served.anew().as_completed([*low, *urgent])]
         assert sorted(order) == list(range(18 + len(urgent)))
         assert set(order[:6]) >= set(range(18, 18 + len(urgent)))

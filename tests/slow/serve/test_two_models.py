@@ -4,10 +4,10 @@ import json
 import shutil
 
 import pytest
-from reopened import SIZES
+from reopened import SIZES, requested
 
 import et_jax
-from et_jax import GenerationRequest, SamplingParams, UsageError, preset
+from et_jax import UsageError, preset, replace
 from et_jax.models.bundled import bundled_folder
 from et_jax.serve.config import EngineConfig
 from et_jax.serve.loading import opened as loading
@@ -23,11 +23,7 @@ def test_both_speak_and_every_request_has_its_own_bound():
     guarded = et_jax.load(**(SIZES | TURNS), control=preset("ead_guarded", tau=5.0))
     kinds = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.2, "n": 2}]
     requests = [
-        GenerationRequest(
-            prompt=prompt,
-            params=SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | kinds[i % 3]),
-            control={"tau": tau},
-        )
+        replace(requested(prompt, **{"max_tokens": 24} | kinds[i % 3]), control={"tau": tau})
         for i, (prompt, tau) in enumerate(zip(PROMPTS, (5.0, 5.5, 4.5, 1e9), strict=True))
     ]
     together = guarded.generate(requests)

@@ -16,6 +16,7 @@ from et_jax.decode.backends import left_to_xla, scoring_backend, serving_backend
 H200, A100, V5, V6 = ("NVIDIA H200", "cuda"), ("NVIDIA A100", "cuda"), ("TPU v5 lite", "tpu"), ("TPU v6 lite", "tpu")
 NARROW_GROUP = dataclasses.replace(MODEL, num_heads=3, num_kv_heads=1)
 BF16, F32, INT8, FP8 = jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn
+SORTING = as_selector(lambda view: jnp.sort(view.middle)[0] > 0)
 
 
 def on(device):
@@ -69,9 +70,8 @@ def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_th
     with on(H200):
         assert left_to_xla(MODEL, 64, 100, frozenset(), Certified()) == {}
         assert left_to_xla(MODEL, 64, 100, frozenset(), Dense()) == {}
-        assert left_to_xla(MODEL, 64, 100, frozenset(), as_selector(lambda view: jnp.sort(view.middle)[0] > 0)) == {
-            "kernels have no such operation": ("slice", "sort")
-        }
+        of_sort = left_to_xla(MODEL, 64, 100, frozenset(), SORTING)
+        assert of_sort == {"kernels have no such operation": ("slice", "sort")}
         # as large an array is added up in pieces
         shifted = left_to_xla(MODEL, 64, 3000, frozenset({"masses"}), ActiveSet())
         assert shifted == {"kernels have no such operation": ("pad", "slice")}
@@ -84,7 +84,7 @@ def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_th
 
 
 def test_a_configuration_says_what_xla_runs_of_its_selectors():
-    config = configuration(controller=Controller(selector=as_selector(lambda view: jnp.sort(view.middle)[0] > 0)))
+    config = configuration(controller=Controller(selector=SORTING))
     assert config.left_to_xla == ()
     with on(H200):
         [sentence] = config.left_to_xla

@@ -50,20 +50,10 @@ def test_blocks_are_those_of_the_positions_that_are_seen(window):
 
 # Shares of attention mass from one token to the next, against sums in NumPy.
 
-LENGTHS = np.asarray([23, 9], np.int32)  # six blocks, and three
 TABLE = jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
-BLOCKS = blocks_of(TABLE, jnp.asarray(LENGTHS), PAGE, None)
+BLOCKS = blocks_of(TABLE, jnp.asarray([23, 9], jnp.int32), PAGE, None)  # six blocks, and three
 OPENED = np.zeros((2, 2, 7), bool)
 OPENED[0, 0, [0, 2, 5]], OPENED[0, 1, [4, 5]], OPENED[1, :, [0, 2]] = True, True, True
-
-
-def drawn():
-    """True log masses of every block, "b k g n", and shares that were known before, which are not quite those."""
-    rng = np.random.default_rng(0)
-    log_mass = rng.normal(size=(2, 2, 3, 7)) + 40.0
-    log_mass = np.where(np.asarray(BLOCKS.readable)[:, None, None], log_mass, -np.inf)
-    share = np.exp(log_mass - np.logaddexp.reduce(log_mass, axis=-1, keepdims=True))
-    return log_mass, share
 
 
 def listed(log_mass):
@@ -96,76 +86,67 @@ def log_of(share):
 
 
 def test_what_was_not_read_keeps_its_share_and_what_was_has_that_of_its_keys():
-    log_mass, share = drawn()
+    """Of true log masses "b k g n" of every block, and shares that were known before."""
+    held = np.broadcast_to(np.asarray(BLOCKS.readable)[:, None, None], (2, 2, 3, 7))
+    opened = np.broadcast_to(OPENED[:, :, None], held.shape)
+    log_mass = np.where(held, np.random.default_rng(0).normal(size=held.shape) + 40.0, -np.inf)
+    share = np.exp(log_mass - np.logaddexp.reduce(log_mass, axis=-1, keepdims=True))
     read = listed(log_mass)
-    log_read = jnp.asarray(np.logaddexp.reduce(read, axis=-1))
-    unread = jnp.asarray(np.asarray(BLOCKS.readable)[:, None] & ~OPENED)
-    guessed = jax.vmap(jax.vmap(in_units_read))(jnp.asarray(log_of(share), jnp.float32), unread, log_read)
-    held = np.broadcast_to(np.asarray(BLOCKS.readable)[:, None, None], log_mass.shape)
-    left = np.where(held & ~OPENED[:, :, None], share, 0.0).sum(-1)
-    right = left < 0.5  # of more than half, half is taken for unread
+    log_read = np.logaddexp.reduce(read, axis=-1)
+    given = jnp.asarray(log_of(share), jnp.float32), jnp.asarray((held & ~opened)[:, :, 0]), jnp.asarray(log_read)
+    guessed = np.asarray(jax.vmap(jax.vmap(in_units_read))(*given))
+    right = np.where(held & ~opened, share, 0.0).sum(-1) < 0.5  # of more than half, half is taken for unread
     assert 0 < right.mean() < 1
-    np.testing.assert_allclose(np.asarray(guessed)[right][held[right]], log_mass[right][held[right]], rtol=1e-5)
+    np.testing.assert_allclose(guessed[right][held[right]], log_mass[right][held[right]], rtol=1e-5)
     after = np.asarray(read_after(OPENED, log_of(share), BLOCKS, read, shares=True).mass)
     np.testing.assert_allclose(after[right][held[right]], share[right][held[right]], rtol=1e-4)
     assert np.all(after[~held] == 1.0)
     np.testing.assert_allclose(np.where(held, after, 0.0).sum(-1), 1.0, rtol=1e-5)
     # a share that was wrong is put right by reading
-    wrong = np.where(OPENED[:, :, None], 0.3 * share[..., ::-1], 1e-6)
+    wrong = np.where(opened, 0.3 * share[..., ::-1], 1e-6)
     after = np.asarray(read_after(OPENED, log_of(wrong), BLOCKS, read, shares=True).mass)
-    expected = np.exp(read - np.asarray(log_read)[..., None])
-    for row, head in np.ndindex(OPENED.shape[:2]):
-        blocks = np.flatnonzero(OPENED[row, head])
-        np.testing.assert_allclose(after[row, head][:, blocks], expected[row, head][:, : len(blocks)], rtol=1e-4)
+    np.testing.assert_allclose(after[opened], np.exp(log_mass - log_read[..., None])[opened], rtol=1e-4)
 
 
 # The residual, under caps and sinks too.
 
-ROWS, TOKENS = 3, 12
+ROWS, TOKENS, ROW_LENGTHS = 3, 12, np.asarray([12, 7, 9], np.int32)
 PLANT = Plant(model=MODEL, page_size=1, backend="xla", scores_backend="xla")
+EVERY_BLOCK = FullAttentionLayer(skipped=None, mass=None, recorded_rows=None)
 
 
 def read(reader, softmax: Softmax, depth: int = 1):
-    """Attention of one token a row to random keys and values, what was read, and scores "b k g t" of tokens it sees."""
+    """Attention of one token a row to random keys and values, and what was read."""
     rng, c = np.random.default_rng(0), MODEL
     table = jnp.arange(1, ROWS * TOKENS + 1, dtype=jnp.int32).reshape(ROWS, TOKENS)
     key, value = (jnp.asarray(rng.normal(size=(ROWS, TOKENS, c.num_kv_heads, c.head_dim)), jnp.float32) for _ in "kv")
-    length = jnp.asarray([TOKENS, 7, 9], jnp.int32)
+    length = jnp.asarray(ROW_LENGTHS)
     blank = kv.empty(1, c.num_kv_heads, c.head_dim, ROWS * TOKENS + 1, 1, jnp.float32).layers[0]
     cached = kv.write(blank, key, value, table, jnp.zeros(ROWS, jnp.int32), length)
     query = jnp.asarray(3 * rng.normal(size=(ROWS, 1, c.num_heads, c.head_dim)), jnp.float32)
     one = jnp.ones(ROWS, jnp.int32)
     token, start = jnp.zeros((ROWS, 1), jnp.int32), length - 1
     chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=one, end=length)
-    if depth > 1:  # the layer is the last of several in a pool
-        cached = jax.tree.map(
-            lambda x: jnp.concatenate([jnp.full_like(x, jnp.nan)] * (depth - 1) + [x], axis=1), cached
-        )
-        cached, turn = replace(cached, depth=depth), jnp.int32(depth - 1)
-        chunk = replace(
-            chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places_of(chunk, 1)
-        )
     given = query.reshape(ROWS, 1, c.num_kv_heads, -1, c.head_dim)
-    if depth > 1:  # the queries of each KV head are padded
+    if depth > 1:  # the layer is the last of several in a pool, and the queries of each KV head are padded
+        cached = jax.tree.map(lambda x: jnp.concatenate([jnp.full_like(x, jnp.nan)] * (depth - 1) + [x], 1), cached)
+        cached, turn = replace(cached, depth=depth), jnp.int32(depth - 1)
+        places = {"own_table": table, "turn": turn, "places": places_of(chunk, 1)}
+        chunk = replace(chunk, table=cached.numbers(table, turn), **places)
         given = jnp.pad(given, ((0, 0), (0, 0), (0, 0), (0, 3), (0, 0)), constant_values=jnp.nan)
     out, notes = reader.read(PLANT, softmax, given.reshape(ROWS, 1, -1, c.head_dim), cached, None, chunk)
-    grouped = np.asarray(query, np.float64).reshape(ROWS, c.num_kv_heads, -1, c.head_dim)
-    score = np.einsum("bkgd,btkd->bkgt", grouped, np.asarray(key, np.float64)) * softmax.scale
-    return np.asarray(out), notes, np.where(np.arange(TOKENS) <= np.reshape(start, (-1, 1, 1, 1)), score, -np.inf)
+    return np.asarray(out), notes
 
 
 def pruned(selector, residual: bool = False) -> BlockSparseLayer:
+    off = dict.fromkeys(("min_context", "mass", "sensitivity", "refresh", "recorded_rows"))
     return BlockSparseLayer(
         tolerance=jnp.full(ROWS, 0.3),
         last=jnp.zeros((ROWS, MODEL.num_kv_heads, 1), jnp.uint32),
         selector=jax.tree.map(lambda number: jnp.full(ROWS, number), selector),
-        min_context=None,
-        mass=None,
-        sensitivity=None,
-        refresh=None,
         residual=residual,
-        recorded_rows=None,
         chooses=True,
+        **off,
     )
 
 
@@ -208,19 +189,19 @@ SHARES = jnp.asarray(np.random.default_rng(1).dirichlet(np.ones(TOKENS), (ROWS, 
 def test_a_layer_reads_by_kernels_what_it_reads_by_xla(request, reader):
     """Of twelve blocks, which is no power of two."""
     softmax = Softmax(scale=MODEL.head_dim**-0.5, sink_logits=SINKS)
-    out, notes, _ = read(reader, softmax)
+    out, notes = read(reader, softmax)
     request.getfixturevalue("by_kernels")
-    out_by_kernels, notes_by_kernels, _ = read(reader, softmax)
-    stacked, notes_stacked, _ = read(reader, softmax, depth=3)
+    out_by_kernels, notes_by_kernels = read(reader, softmax)
+    stacked, notes_stacked = read(reader, softmax, depth=3)
     np.testing.assert_array_equal(stacked, out_by_kernels)
     jax.tree.map(np.testing.assert_array_equal, notes_stacked, notes_by_kernels)
     np.testing.assert_allclose(out_by_kernels, out, atol=1e-5)
     np.testing.assert_array_equal(notes_by_kernels.block_mask, notes.block_mask)
     read_by_all = int(np.bitwise_count(np.asarray(notes.block_mask)).sum())
-    assert read_by_all < MODEL.num_kv_heads * np.asarray([TOKENS, 7, 9]).sum()
-    scored = np.asarray(True if reader.refresh is None else reader.refresh) & (
-        np.asarray([TOKENS, 7, 9]) >= (0 if reader.min_context is None else 8)
-    )
+    assert read_by_all < MODEL.num_kv_heads * ROW_LENGTHS.sum()
+    least = 0 if reader.min_context is None else 8
+    scored = least <= ROW_LENGTHS
+    scored &= True if reader.refresh is None else np.asarray(reader.refresh)
     for name in ("kept", "entropy"):
         one, other = (np.asarray(getattr(each.by_head, name))[scored] for each in (notes_by_kernels, notes))
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -244,12 +225,7 @@ def test_a_layer_that_rotates_and_stores_by_a_kernel_reads_what_it_reads_by_xla(
     chunk = Chunk(slot=None, table=table, token=token, position=start, start=start, count=count, end=start + count)
     turn, places = jnp.int32(2), places_of(chunk, size)
     chunk = replace(chunk, table=cached.numbers(table, turn), own_table=table, turn=turn, places=places)
-    given = (
-        plant,
-        Softmax(scale=c.head_dim**-0.5),
-        chunk,
-        FullAttentionLayer(skipped=None, mass=None, recorded_rows=None),
-    )
+    given = plant, Softmax(scale=c.head_dim**-0.5), chunk, EVERY_BLOCK
     out, written, _ = extend.attend(*given, rotate(q, *angles), rotate(k, *angles), v, cached, None)
     by_kernel, stored, _ = extend.attend_rotated(*given, (q, k, v, *angles), cached, None)
     np.testing.assert_allclose(by_kernel, out, atol=1e-5)
@@ -261,7 +237,7 @@ def test_a_layer_that_rotates_and_stores_by_a_kernel_reads_what_it_reads_by_xla(
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_cap, sinks):
     softmax = Softmax(scale=MODEL.head_dim**-0.5, soft_cap=soft_cap, sink_logits=sinks)
-    whole, _, _ = read(FullAttentionLayer(skipped=None, mass=None, recorded_rows=None), softmax)
+    whole, _ = read(EVERY_BLOCK, softmax)
     left_out, made_up = (read(pruned(SinksWindow(1, 2), residual), softmax)[0] for residual in (False, True))
     np.testing.assert_allclose(made_up, whole, atol=1e-5)
     assert np.abs(left_out - whole).max() > 0.05
@@ -269,42 +245,34 @@ def test_with_one_token_a_page_the_residual_makes_up_for_what_was_left_out(soft_
 
 def test_a_row_of_the_residual_has_the_same_bits_in_any_company_and_capacity():
     """What lies beyond a row's own blocks adds nothing, and pages that nobody holds may be anything."""
-    rng = np.random.default_rng(4)
-    k, g, d, page, capacity, lengths = 2, 3, 8, 4, 130, [9, 300, 131, 517]
-    table = 1 + np.arange(4 * capacity).reshape(4, capacity)
+    rng, lengths = np.random.default_rng(4), np.asarray([9, 300, 131, 517], np.int32)
+    k, g, d, page, capacity = 2, 3, 8, 4, 130
+    held = -(-lengths // page)
+    there = np.arange(capacity) < held[:, None]
+    table = np.where(there, 1 + np.arange(4 * capacity, dtype=np.int32).reshape(4, capacity), 0)
     mean = np.full((k, 1 + 4 * capacity, 2 * d), np.nan, np.float32)
-    held = [-(-length // page) for length in lengths]
-    for row, blocks in enumerate(held):
-        mean[:, table[row, :blocks]] = rng.normal(size=(k, blocks, 2 * d))
-        table[row, blocks:] = 0
-    opened = (rng.random((4, k, capacity)) < 0.2) & (np.arange(capacity) < np.reshape(held, (4, 1, 1)))
+    mean[:, table[there]] = rng.normal(size=(k, held.sum(), 2 * d))
+    opened = (rng.random((4, k, capacity)) < 0.2) & there[:, None]
     estimate = rng.normal(size=(4, k, g, capacity)).astype(np.float32)
-    out, log_read = rng.normal(size=(4, k, g, d)).astype(np.float32), np.full((4, k, g), 2.0, np.float32)
+    out, log_read = rng.normal(size=(4, k, g, d)).astype(np.float32), 2.0
+    by_list = np.where(np.arange(capacity) == 0, np.float32(log_read), np.full_like(estimate, -np.inf))
+
+    @jax.jit
+    def residual(lengths, out, table, opened, estimate, by_list):
+        blocks = blocks_of(table, lengths, page, None)
+        read = read_after(opened, estimate, blocks, by_list, residual=True)
+        return with_residual(out.reshape(-1, k * g, d), read.residual, blocks, jnp.asarray(mean)).reshape(out.shape)
 
     def made_up(rows: slice, num_blocks: int) -> np.ndarray:
-        length = jnp.asarray(lengths[rows], jnp.int32)
-        blocks = blocks_of(jnp.asarray(table[rows, :num_blocks], jnp.int32), length, page, None)
-        here = jnp.asarray(opened[rows, :, :num_blocks])
-        by_list = np.full((*log_read[rows].shape, num_blocks), -np.inf, np.float32)
-        by_list[..., 0] = log_read[rows]
-
-        def residual(here, by_list):
-            read = read_after(here, estimate[rows, ..., :num_blocks], blocks, by_list, residual=True)
-            found = with_residual(
-                jnp.asarray(out[rows]).reshape(-1, k * g, d), read.residual, blocks, jnp.asarray(mean)
-            )
-            return found.reshape(out[rows].shape)
-
-        return np.asarray(jax.jit(residual)(here, jnp.asarray(by_list)))
+        by_block = (x[rows, ..., :num_blocks] for x in (table, opened, estimate, by_list))
+        return np.asarray(residual(lengths[rows], out[rows], *by_block))
 
     together = made_up(slice(0, 4), capacity)
     assert np.isfinite(together).all()
     for row, blocks in enumerate(held):
-        for num_blocks in (blocks, min(blocks + 40, capacity)):
+        for num_blocks in (blocks, capacity):
             np.testing.assert_array_equal(made_up(slice(row, row + 1), num_blocks)[0], together[row])
-    weight = np.where(~opened & (np.arange(capacity) < np.reshape(held, (4, 1, 1))), 1.0, 0.0)[:, :, None] * np.exp(
-        estimate
-    )
+    weight = np.where(~opened & there[:, None], 1.0, 0.0)[:, :, None] * np.exp(estimate)
     value = np.nan_to_num(mean[:, table, d:]).swapaxes(0, 1)
-    whole = np.exp(2.0) * out + np.einsum("bkgn,bknd->bkgd", weight, value)
-    np.testing.assert_allclose(together, whole / (np.exp(2.0) + weight.sum(-1))[..., None], rtol=1e-4, atol=1e-5)
+    whole = np.exp(log_read) * out + np.einsum("bkgn,bknd->bkgd", weight, value)
+    np.testing.assert_allclose(together, whole / (np.exp(log_read) + weight.sum(-1))[..., None], rtol=1e-4, atol=1e-5)

@@ -77,9 +77,8 @@ class Plain:
         others = sorted(set(range(PAGES)) - full)
         assert 0 in others
         for now, before in zip(jax.tree.leaves(layer.summary), jax.tree.leaves(untouched.summary), strict=True):
-            np.testing.assert_array_equal(
-                np.asarray(now[:, others], np.float32), np.asarray(before[:, others], np.float32)
-            )
+            one, other = (np.asarray(x[:, others], np.float32) for x in (now, before))
+            np.testing.assert_array_equal(one, other)
 
     @staticmethod
     def check_summary(summary, page, key, value, tolerance):
@@ -203,9 +202,8 @@ def test_pages_that_are_moved_take_their_summaries_along_and_leave_the_rest(dtyp
     taken = jax.jit(kv.take_pages)(cache, jnp.asarray([4, 2, 1], jnp.int32))
     after = jax.jit(kv.put_pages)(cache, jnp.asarray([6, PAGES, 0], jnp.int32), taken)  # the second is left out
     assert cache.surprisal is not None and after.surprisal is not None
-    np.testing.assert_array_equal(
-        after.surprisal, cache.surprisal.at[6].set(cache.surprisal[4]).at[0].set(cache.surprisal[1])
-    )
+    moved = cache.surprisal.at[6].set(cache.surprisal[4]).at[0].set(cache.surprisal[1])
+    np.testing.assert_array_equal(after.surprisal, moved)
     assert len(jax.tree.leaves(after.layers)) == (12 if jnp.dtype(dtype).itemsize == 1 else 10)
     for old, new in zip(jax.tree.leaves(cache.layers), jax.tree.leaves(after.layers), strict=True):
         expected = np.asarray(old).copy()

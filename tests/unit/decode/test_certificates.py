@@ -70,18 +70,13 @@ def chosen(bounds: str, window: int | None, soft_cap: float | None):
 
 
 LAYERS = [(None, None), (21, None), (None, 2.0)]
-CASES = [
-    *itertools.product(("coded", "chord"), LAYERS, ("float32",)),
-    ("coded", (None, None), "int8"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            *itertools.product(("coded", "chord"), LAYERS, ("bfloat16",)),
-            ("chord", (21, None), "float8_e4m3fn"),
-            ("coded", (None, 2.0), "float8_e4m3fn"),
-        )
-    ),
+SLOW = [
+    *itertools.product(("coded", "chord"), LAYERS, ("bfloat16",)),
+    ("chord", (21, None), "float8_e4m3fn"),
+    ("coded", (None, 2.0), "float8_e4m3fn"),
 ]
+CASES = [*itertools.product(("coded", "chord"), LAYERS, ("float32",)), ("coded", (None, None), "int8")]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
 @pytest.mark.parametrize(("bounds", "of_layer", "dtype"), CASES)

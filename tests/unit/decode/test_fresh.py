@@ -13,7 +13,6 @@ from et_jax.control.controller import Controller
 from et_jax.decode.fresh import READING, blank_signals, fresh, law_numbers, law_sets
 from et_jax.types import replace, value
 
-WARM = temperature.Thermostat(2.0)
 LAWS = [one for one in values() if isinstance(one, Law) and not isinstance(one, Function)]
 
 
@@ -52,6 +51,6 @@ def test_a_law_that_does_not_say_what_it_sets_is_traced():
     def warming(signals, state):
         return replace(state, temperature=0.1 * signals.entropy)
 
-    for law in (pruning, Loosened(), chain(WARM, pruning), guards.Floored(pruning, 0.1)):
+    for law in (pruning, Loosened(), chain(temperature.Thermostat(2.0), pruning), guards.Floored(pruning, 0.1)):
         assert chain(law).sets is None and steers(law)
     assert chain(warming).sets is None and not steers(warming)

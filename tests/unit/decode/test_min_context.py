@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, configuration, fill, prompt, request, run, same_bits, weights
+from small_model import MODEL, PAGE, configuration, prompt, run, same_bits, start, weights
 
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
@@ -40,9 +40,8 @@ def test_only_long_sequences_choose_blocks_whatever_the_lengths_beside_them(name
         """The rows of the output of every slot, whose prompts have these lengths."""
         state = d.empty()
         for slot, length in lengths.items():
-            tokens = prompt(slot, length)
-            asked = request(tokens[-1], control=controller(name, min_context), seed=slot, limit=STEPS)
-            state = d.insert(fill(d, weights(), state, slot, tokens), slot, asked)
+            asked = {"control": controller(name, min_context), "seed": slot, "limit": STEPS}
+            state = start(d, weights(), state, slot, prompt(slot, length), **asked)
         return run(d, weights(), state)[1]
 
     among = rows_of({0: SHORT, 1: LONG})

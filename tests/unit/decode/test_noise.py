@@ -3,7 +3,6 @@
 Shares that chance decides are compared within five standard errors; the numbers are fixed by their keys.
 """
 
-import functools
 import itertools
 
 import jax
@@ -21,20 +20,7 @@ def keys(rows: int, first: int = 0) -> np.ndarray:
     return np.stack([np.zeros(rows, np.uint32), first + np.arange(rows, dtype=np.uint32)], axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def bits_of(key, position, size):
-    return noise.random_bits(key, position, size)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def noise_of(key, position, size):
-    return noise.race_noise(key, position, size)
-
-
-def at(positions, size: int, seed: int = 0, of=bits_of) -> np.ndarray:
-    """The bits, or the noise, of one key at consecutive positions."""
-    positions = np.arange(positions, dtype=np.int32)
-    return np.asarray(of(np.broadcast_to(keys(1, seed), (len(positions), 2)), positions, size))
+bits_of, noise_of = (jax.jit(one, static_argnums=2) for one in (noise.random_bits, noise.race_noise))
 
 
 def test_every_bit_depends_on_every_bit_of_key_position_and_token():
@@ -110,7 +96,8 @@ def test_noise_depends_on_key_position_and_token_alone():
     order = np.random.default_rng(0).permutation(16)
     np.testing.assert_array_equal(noise_of(key[order], position[order], 5003), everything[order])
     assert len(np.unique(everything, axis=0)) == 16
-    assert [len(np.unique(row)) for row in at(4, 50_000)] == [50_000] * 4  # tokens share no word
+    words = np.asarray(bits_of(np.tile(keys(1), (4, 1)), np.arange(4, dtype=np.int32), 50_000))
+    assert [len(np.unique(row)) for row in words] == [50_000] * 4  # tokens share no word
 
 
 def test_greedy_rows_make_no_noise():

@@ -54,18 +54,17 @@ def test_the_blocks_chosen_are_the_fewest_that_hold_the_mass(mass):
 def test_what_held_the_mass_is_noted_of_every_layer_where_it_is_asked(rows):
     how, layers = Pruned(mass=0.9, share=0.5), [jnp.asarray(masses(seed)) for seed in (3, 4)]
     masks, held = jnp.zeros((3, 2, 2, 2), jnp.uint32), jnp.full(3 if rows is None else 2, BLOCKS, jnp.int32)
+    given = None if rows is None else jnp.asarray(rows)
 
     def noted(*asked: bool) -> np.ndarray:
-        recorded_rows = RecordedRows(
-            rows=None if rows is None else jnp.asarray(rows), asked=jnp.asarray(asked)[: len(held)]
-        )
+        recorded_rows = RecordedRows(rows=given, asked=jnp.asarray(asked)[: len(held)])
         return np.asarray(heavy_of(how, recorded_rows, tuple(map(recorded_rows.of, layers)), held, masks))
 
     assert not noted(False, False, False).any()
     for layer, block_lse in enumerate(layers):
         alone = heavy_blocks(how, log_shares(block_lse, 2)[:, None], jnp.full(3, BLOCKS, jnp.int32))[:, 0]
         alone = alone | pack_blocks(jnp.arange(BLOCKS) == BLOCKS - 1)
-        alone = np.asarray(alone if rows is None else alone[np.asarray(rows)])
+        alone = np.asarray(alone if given is None else alone[given])
         np.testing.assert_array_equal(noted(True, True, True)[:, layer], alone)
         some = noted(False, True, True)[:, layer]
         assert not some[0].any() and np.array_equal(some[1:], alone[1:])
@@ -98,45 +97,31 @@ def test_a_text_wants_a_draft_at_its_first_step_where_its_law_does(context, want
     assert not drafting.started(jnp.int32(12), (never,), jnp.int32(context)).wanted
 
 
-# Where heads hold less than the sequence.
-
-# Slot 0 has rows 0, 3 and 4; slot 1 has row 1; slot 2 has rows 2 and 5, the latter of which does not run.
-ROW_LENGTHS = np.asarray([21, 40, 9, 22, 23, 0], np.int32)
-ROW_SLOTS = np.asarray([0, 1, 2, 0, 0, 2], np.int32)
-PLANT = configuration(model=NARROW).plants[0]
-
-
-def arguments(layer: int):
-    rng = np.random.default_rng(layer)
+def test_the_mass_is_noted_by_block_where_heads_hold_less():
+    """Slot 0 has rows 0, 3 and 4; slot 1 has row 1; slot 2 has rows 2 and 5, the latter of which does not run."""
+    rng, layer, plant = np.random.default_rng(1), 1, configuration(model=NARROW).plants[0]
+    lengths, slots = np.asarray([21, 40, 9, 22, 23, 0], np.int32), np.asarray([0, 1, 2, 0, 0, 2], np.int32)
+    skipped = np.asarray([[2, 0], [1, 9], [0, 1]], np.int32)[slots]  # blocks at the beginning, of each head
     blank = empty(configuration(model=NARROW)).plants[0].cache.layers[layer]
     cached = replace(blank, pages=jnp.asarray(rng.normal(size=blank.pages.shape), jnp.float32))
     tables = np.zeros((3, 16), np.int32)
     tables[:, :8] = 1 + rng.permutation(24).reshape(3, 8)
     tables[1, 8:12] = tables[0, 4:8]
     queries = jnp.asarray(rng.normal(size=(6, NARROW.num_heads, NARROW.head_dim)), jnp.float32)
-    return PLANT.model.softmax(layer), queries, cached, jnp.asarray(tables[ROW_SLOTS])
-
-
-SKIPPED = jnp.asarray(
-    np.asarray([[2, 0], [1, 9], [0, 1]], np.int32)[ROW_SLOTS]
-)  # blocks at the beginning, of each head
-
-
-def test_the_mass_is_noted_by_block_where_heads_hold_less():
-    softmax, queries, cached, table = arguments(1)
-    lengths = jnp.asarray(ROW_LENGTHS)
-    rows = Rows(slot=jnp.asarray(ROW_SLOTS), token=jnp.zeros(6, jnp.int32), position=lengths - 1, run=lengths > 0)
-    chunk = of_rows(rows, table, lengths, None)
+    length = jnp.asarray(lengths)
+    rows = Rows(slot=jnp.asarray(slots), token=jnp.zeros(6, jnp.int32), position=length - 1, run=length > 0)
+    chunk = of_rows(rows, jnp.asarray(tables[slots]), length, None)
     recorded_rows = RecordedRows(rows=jnp.asarray([4, 1, 2], jnp.int32), asked=jnp.ones(3, bool))
-    reader = FullAttentionLayer(skipped=SKIPPED, mass=None, recorded_rows=recorded_rows)
-    _, read = reader.read(PLANT, softmax, queries[:, None], cached, None, chunk)
+    reader = FullAttentionLayer(skipped=jnp.asarray(skipped), mass=None, recorded_rows=recorded_rows)
+    softmax = NARROW.softmax(layer)
+    _, read = reader.read(plant, softmax, queries[:, None], cached, None, chunk)
     assert isinstance(read, LayerReads) and read.block_lse is not None
     share = np.asarray(log_shares(read.block_lse, NARROW.num_kv_heads))
-    _, every = read_all(PLANT, softmax, queries, cached, chunk)
+    _, every = read_all(plant, softmax, queries, cached, chunk)
     for number, row in enumerate((4, 1, 2)):
-        held, size = -(-int(ROW_LENGTHS[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
+        held, size = -(-int(lengths[row]) // PAGE), NARROW.num_heads // NARROW.num_kv_heads
         for head in range(NARROW.num_kv_heads):
-            first = int(SKIPPED[row, head])
+            first = int(skipped[row, head])
             mass = np.exp(np.asarray(every, np.float64)[row, head * size : (head + 1) * size, first:held])
             expected = (mass / mass.sum(axis=1, keepdims=True)).mean(axis=0)
             np.testing.assert_allclose(share[number, head, first:held], np.log(expected), rtol=1e-3, atol=1e-3)

@@ -18,19 +18,13 @@ from et_jax.types import replace
 ROWS = 4
 VOCABULARIES = (7, 300)
 OFF = -np.inf
-DTYPES = {"top_k": jnp.int32, "p_less": jnp.bool_}
 
 
-def asked(rows: int = ROWS, **given) -> sampling.Sampling:
-    off = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    off |= dict(top_n_sigma=0.0, min_k=0.0, typical_p=1.0, eta_cutoff=0.0, top_h=0.0, p_less=False)
-    off |= dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    fields = {
-        name: jnp.broadcast_to(jnp.asarray(given.get(name, value), DTYPES.get(name, jnp.float32)), rows)
-        for name, value in off.items()
-    }
-    key = jax.vmap(lambda i: jax.random.key_data(jax.random.key(i)))(jnp.arange(rows))
-    return sampling.Sampling(**fields, key=given.get("key", key))
+def asked(**given) -> sampling.Sampling:
+    """Settings of every row at temperature 1, of which all is off but what is given."""
+    off, given = sampling.plain((ROWS,)), {"temperature": 1.0} | given
+    given = {name: jnp.asarray(number, getattr(off, name).dtype) for name, number in given.items()}
+    return replace(off, **{name: jnp.broadcast_to(number, ROWS) for name, number in given.items()})
 
 
 @functools.cache
@@ -39,14 +33,15 @@ def compiled(name: str):
     return jax.jit(truncate if name == "truncate" else getattr(sampling, name))
 
 
-def truncated(logits, given: sampling.Sampling, temperature=None, least=OFF):
-    temperature = given.temperature if temperature is None else jnp.asarray(temperature, jnp.float32)
-    least = jnp.full(len(logits), least, jnp.float32) if np.isscalar(least) else jnp.asarray(least, jnp.float32)
-    return jax.device_get(compiled("truncate")(jnp.asarray(logits), temperature, given, least, jnp.asarray(logits)))
+def truncated(logits, given: sampling.Sampling, least=OFF, own=None):
+    """What is left of logits, which a model's own may have become otherwise."""
+    logits, least = jnp.asarray(logits), jnp.broadcast_to(jnp.asarray(least, jnp.float32), len(logits))
+    own = logits if own is None else jnp.asarray(own)
+    return jax.device_get(compiled("truncate")(logits, given.temperature, given, least, own))
 
 
-def cut_of(logits, given: sampling.Sampling, temperature=None, least=OFF):
-    return truncated(logits, given, temperature, least).cut
+def cut_of(logits, given: sampling.Sampling, least=OFF):
+    return truncated(logits, given, least).cut
 
 
 def kept_by(logits, **given):
@@ -203,9 +198,7 @@ def test_a_truncation_by_entropy_keeps_what_its_definition_keeps(logits, truncat
 
 def test_truncations_by_entropy_are_each_rows_own():
     logits = np.log([[0.4, 0.3, 0.2, 0.1]] * ROWS).astype(np.float32)
-    given = dict(
-        top_n_sigma=[0.6, 0, 0, 0], typical_p=[1, 0.25, 1, 1], top_h=[0, 0, 0.6, 0], p_less=[False] * 3 + [True]
-    )
+    given = dict(top_n_sigma=[0.6, 0, 0, 0], typical_p=[1, 0.25, 1, 1], top_h=[0, 0, 0.6, 0], p_less=[0, 0, 0, 1])
     kept = kept_by(logits, **given)
     two = [True, True, False, False]
     assert kept.tolist() == [two, [False, True, False, False], two, two]
@@ -217,8 +210,7 @@ def test_deviations_are_those_of_the_models_own_logits():
     own[:, 7] = 0.0
     banned = own.copy()
     banned[:, 7] = -1e6
-    given, least = asked(top_n_sigma=1.0), jnp.full(ROWS, OFF)
-    left = compiled("truncate")(jnp.asarray(banned), given.temperature, given, least, jnp.asarray(own))
+    left = truncated(banned, asked(top_n_sigma=1.0), own=own)
     np.testing.assert_allclose(left.cut, own.max(1) - own.std(1), rtol=1e-5)
 
 
@@ -266,6 +258,13 @@ def test_temperature_zero_takes_the_first_of_the_greatest_whatever_the_key():
         assert draw(logits, [0, 1, 0, 1], OFF, keys(seed), 3).tolist()[::2] == [17, 17]
 
 
+def penalised(logits, in_prompt, counts, repetition, presence, frequency):
+    """By the formulas, in float64."""
+    x, seen = logits.astype(np.float64), in_prompt | (counts > 0)
+    x = np.where(seen, np.where(x > 0, x / repetition, x * repetition), x)
+    return x - frequency * counts - presence * (counts > 0)
+
+
 @settings(max_examples=30)
 @given(
     repetition=st.floats(0.5, 2, width=32),
@@ -279,11 +278,7 @@ def test_penalties_are_their_formulas(repetition, presence, frequency, seed):
     counts, in_prompt = rng.integers(0, 3, (ROWS, 20)), rng.random((ROWS, 20)) < 0.3
     given = asked(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
     kept = sampling.TokenCounts(in_prompt=jnp.asarray(in_prompt), generated=jnp.asarray(counts, jnp.int32))
-    expected = logits.astype(np.float64)
-    for b, v in np.ndindex(logits.shape):
-        if in_prompt[b, v] or counts[b, v]:
-            expected[b, v] *= 1 / repetition if expected[b, v] > 0 else repetition
-        expected[b, v] -= frequency * counts[b, v] + presence * (counts[b, v] > 0)
+    expected = penalised(logits, in_prompt, counts, repetition, presence, frequency)
     np.testing.assert_allclose(compiled("penalise")(jnp.asarray(logits), given, kept), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -310,10 +305,8 @@ def test_what_overflows_is_told_and_what_does_not_is_drawn(asks, scale, most, se
     rng = np.random.default_rng(seed)
     logits = np.clip(rng.normal(0, 3, (ROWS, 20)) * scale, -3e38, 3e38).astype(np.float32)
     logits = np.where(rng.random((ROWS, 20)) < 0.2, -np.inf, logits)  # what a mask has ruled out
-    counts, in_prompt = (
-        rng.integers(0, most + 1, (ROWS, 20)) * (rng.random((ROWS, 20)) < 0.3),
-        rng.random((ROWS, 20)) < 0.3,
-    )
+    counts = rng.integers(0, most + 1, (ROWS, 20)) * (rng.random((ROWS, 20)) < 0.3)
+    in_prompt = rng.random((ROWS, 20)) < 0.3
     given, heat = asked(**asks), np.float32(asks["temperature"])
     kept = sampling.TokenCounts(in_prompt=jnp.asarray(in_prompt), generated=jnp.asarray(counts, jnp.int32))
     altered = compiled("penalise")(jnp.asarray(logits), given, kept)
@@ -324,13 +317,9 @@ def test_what_overflows_is_told_and_what_does_not_is_drawn(asks, scale, most, se
     allowed = all(1e-6 <= abs(asks[f"{name}_penalty"] or 1.0) <= 1e6 for name in PENALTIES)
     if allowed and scale <= 1e4 and (heat == 0 or 1e-20 <= heat <= 1e6):
         assert not faulty.any()
-    repetition = np.float64(np.float32(asks["repetition_penalty"]))
-    seen = in_prompt | (counts > 0)
-    exact = logits.astype(np.float64)
-    exact = np.where(seen, np.where(exact > 0, exact / repetition, exact * repetition), exact)
-    exact -= asks["frequency_penalty"] * counts + asks["presence_penalty"] * (counts > 0)
-    largest = np.abs(exact[np.isfinite(exact)]).max() + abs(asks["frequency_penalty"]) * counts.max()
-    largest += abs(asks["presence_penalty"])
+    repetition, presence, frequency = (np.float64(np.float32(asks[f"{name}_penalty"])) for name in PENALTIES)
+    exact = penalised(logits, in_prompt, counts, repetition, presence, frequency)
+    largest = np.abs(exact[np.isfinite(exact)]).max() + abs(frequency) * counts.max() + abs(presence)
     for row, one, bad in zip(exact, token, faulty, strict=True):  # of float32, and of a race: e^-120 is no chance
         assert bad or row.max() - row[one] <= 1e-5 * largest + 120 * max(float(heat), 1e-37), (asks, scale, row, one)
 

@@ -71,9 +71,8 @@ def test_what_save_did_not_write_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused_and_one_that_is_there_never_overwritten(saved, tmp_path):
     (tmp_path / "file").write_text("text")
     sentences = dict.fromkeys(("\ud800", "a\0b", "x" * 300), r"cannot be written \(.*\); choose another folder")
-    for name, sentence in (
-        sentences | {"file/below": "cannot be written", saved.name: "exists already; choose"}
-    ).items():
+    sentences |= {"file/below": "cannot be written", saved.name: "exists already; choose"}
+    for name, sentence in sentences.items():
         with pytest.raises(UsageError, match=sentence):
             snapshots.save(tmp_path / name, tree())
 

@@ -4,17 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.decode.sampling import steering as module
-from et_jax.decode.sampling.steering import (
-    MOST_FORCED,
-    UNLIMITED,
-    WORD_TOKENS,
-    Steering,
-    may_draw,
-    recent_tokens,
-    steer,
-    steering_fields,
-)
+from et_jax.decode.sampling import steering
+from et_jax.decode.sampling.steering import UNLIMITED, WORD_TOKENS, Steering, steering_fields
 from et_jax.types import replace
 
 SIZE = 75  # of the vocabulary: no multiple of 32
@@ -26,10 +17,10 @@ def steered(logits, text, stops=(2, -1), generated=0, **asked):
     given = {"bias": {}, "allowed": None, "words": (), "min_tokens": 0} | asked
     row = Steering(**{name: jnp.asarray(x)[None] for name, x in steering_fields(SIZE, **given).items()})
     padded = jnp.asarray([[*text, *[0] * 40]], jnp.int32)
-    recent = recent_tokens(padded, jnp.zeros(1, jnp.int32), jnp.asarray([len(text) - 1], jnp.int32))
+    recent = steering.recent_tokens(padded, jnp.zeros(1, jnp.int32), jnp.asarray([len(text) - 1], jnp.int32))
     ends, drawn = jnp.asarray([stops], jnp.int32), jnp.asarray([generated])
-    may = may_draw(row, jnp.asarray([UNLIMITED]), SIZE)
-    out = steer(jnp.asarray(logits)[None], row, ends, drawn, recent, may)
+    may = steering.may_draw(row, jnp.asarray([UNLIMITED]), SIZE)
+    out = steering.steer(jnp.asarray(logits)[None], row, ends, drawn, recent, may)
     return np.asarray(out[0]), bool(row.on[0])
 
 
@@ -69,7 +60,7 @@ def test_what_asks_for_nothing_is_off_and_a_token_is_always_left():
     logits = np.zeros(SIZE, np.float32)
     got, on = steered(logits, (1,))
     assert not on and np.array_equal(got, logits)
-    assert not module.none((), SIZE).on
+    assert not steering.none((), SIZE).on
     left, _ = steered(logits, (3,), allowed=[4], words=[(3, 4)])  # the words give way
     assert np.flatnonzero(left > -np.inf).tolist() == [4]
     left, _ = steered(logits, (3,), allowed=[2], min_tokens=5)  # nor does the end wait where nothing else is
@@ -81,13 +72,13 @@ def test_forced_tokens_come_in_their_order_and_then_one_that_is_next():
     assert fields["on"]
     following = np.zeros(96, bool)
     following[[3, 41, 74]] = True
-    forced = np.full(MOST_FORCED, -1, np.int32)
+    forced = np.full(steering.MOST_FORCED, -1, np.int32)
     forced[-3:] = 5, 74, 5
     row = Steering(**{name: jnp.asarray(x)[None] for name, x in fields.items()})
     row = replace(row, forced=jnp.asarray(forced)[None])
     row = replace(row, next=jnp.asarray(np.packbits(following, bitorder="little").view(np.uint32))[None])
     for allowance, expected in ((4, [5]), (3, [74]), (2, [5]), (1, [41, 74]), (UNLIMITED, [41, 74])):
-        assert np.flatnonzero(may_draw(row, jnp.asarray([allowance]), SIZE)[0]).tolist() == expected
+        assert np.flatnonzero(steering.may_draw(row, jnp.asarray([allowance]), SIZE)[0]).tolist() == expected
 
 
 @pytest.mark.parametrize(

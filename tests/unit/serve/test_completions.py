@@ -8,7 +8,6 @@ from capabilities import tiny
 from plain_sequences import row
 from stand_in import completion
 
-from et_jax.errors import UsageError
 from et_jax.serve.best_of import BestOf
 from et_jax.serve.completions import Completion, TokenEvent, TokenTrace
 from et_jax.serve.requests import GenerationRequest, SamplingParams
@@ -51,11 +50,6 @@ def test_a_call_cancelled_amid_its_submissions_returns_the_best_of_those_submitt
     events = (TokenEvent(prompt_index=0, index=one.index, text="", trace=None, completion=one) for one in ended)
     [found] = [event.completion for event in chooser.chosen(events) if event.completion]
     assert (found.text, found.cost, found.flops) == ("ab", 5 * 10.0, 5 * 20.0)  # of the five tokens of both
-
-
-def test_fewer_than_are_returned_is_refused():
-    with pytest.raises(UsageError, match=r"best_of is 2; it must be 1 \(off\), or at least n, 3\."):
-        SamplingParams(n=3, best_of=2)
 
 
 def of_rows(trace: list[TokenTrace]) -> Completion:

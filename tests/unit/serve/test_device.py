@@ -76,9 +76,7 @@ def test_what_keeps_it_from_being_made_is_raised_once_it_is_wanted():
             pass
 
 
-@pytest.mark.parametrize(
-    "settings", [{"drafts": True, "draft": Drafting()}, {"drafts": False}], ids=["awaited", "none"]
-)
+@pytest.mark.parametrize("settings", [{"drafts": True, "draft": Drafting()}, {"drafts": False}])
 def test_a_program_that_is_awaited_or_drafts_nothing_is_the_only_one(settings):
     device = warmed_up(**settings)
     assert not device.making and ran(device) == "drafting"

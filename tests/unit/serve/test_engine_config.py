@@ -65,18 +65,8 @@ def test_what_cannot_be_is_told_in_one_sentence(make, said):
 
 
 def test_what_may_change_a_text_is_in_the_manifest_of_a_batch_and_no_more():
-    changes = {
-        "dtype",
-        "quantize",
-        "page_size",
-        "max_model_len",
-        "max_num_seqs",
-        "prefill_batch",
-        "small",
-        "cache_budget",
-        "cache_policy",
-        "backend",
-    }
+    changes = {"dtype", "quantize", "page_size", "max_model_len", "max_num_seqs", "prefill_batch", "small", "backend"}
+    changes |= {"cache_budget", "cache_policy"}
     assert EngineConfig(max_num_seqs=4).decisive.keys() == changes
     assert EngineConfig(cache_dtype="bfloat16").decisive == EngineConfig().decisive | {"cache_dtype": "bfloat16"}
     assert EngineConfig(quantize="int8").decisive == EngineConfig().decisive | {"quantize": "int8"}
@@ -107,9 +97,8 @@ def test_a_call_sets_the_knobs_of_the_preset_it_names_or_the_model_has():
     least = min_context.usual("certified", "cpu")
     assert usual.with_knobs("certified", {"tolerance": 0.3}) == preset("certified", tolerance=0.3, min_context=least)
     assert usual.with_knobs("ead", {"tau": 1, "tolerance": None}) == preset("ead", tau=1)
-    assert EngineConfig(control="adaptive").with_knobs(None, {"window": 9, "min_context": 0}) == preset(
-        "adaptive", window=9
-    )
+    adaptive = EngineConfig(control="adaptive").with_knobs(None, {"window": 9, "min_context": 0})
+    assert adaptive == preset("adaptive", window=9)
     assert loaded.with_knobs(None, {"tolerance": 0.3}) == preset("paper", window=8, tolerance=0.3)
     given = preset("certified", min_blocks=5).with_experts(Mass())
     changed = usual.with_knobs(given, {"window": 9})

@@ -25,8 +25,8 @@ lengths = st.sampled_from([1, 2, 4, 5, 6, 7, 9, 9])
 prompts = st.builds(lambda whole, length: whole[:length], beginnings, lengths)  # many of which begin alike
 
 
-def padded(numbers: list[int]) -> tuple[np.ndarray, np.int32]:
-    whole = np.zeros(PAGES, np.int32)
+def padded(numbers: list[int], size: int = PAGES) -> tuple[np.ndarray, np.int32]:
+    whole = np.zeros(size, np.int32)
     whole[: len(numbers)] = numbers
     return whole, np.int32(len(numbers))
 
@@ -43,14 +43,9 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = PagePool(
-            num_pages=PAGES,
-            page_size=SIZE,
-            chunk=CHUNK,
-            cache_prefixes=True,
-            most_per_step=MOST_PER_STEP,
-            compressing=compressing(self.room) if self.room else None,
-        )
+        sizes = {"num_pages": PAGES, "page_size": SIZE, "chunk": CHUNK, "most_per_step": MOST_PER_STEP}
+        how = compressing(self.room) if self.room else None
+        self.pool = PagePool(cache_prefixes=True, compressing=how, **sizes)
         self.shift: dict[int, int] = {}  # tokens that compression left out
         self.table = pages.empty(SLOTS, BLOCKS, PAGES)
         self.prompt: dict[int, list[int]] = {}
@@ -146,9 +141,7 @@ class Pool(RuleBasedStateMachine):
         known = list(itertools.takewhile(kept.__contains__, self.beginnings(slot, anew)))
         assert found == [kept[one] for one in known[: len(known) // PER_CHUNK * PER_CHUNK]]
         if found:
-            whole = np.zeros(BLOCKS, np.int32)
-            whole[: len(found)] = found
-            self.table = share(self.table, slot, whole, np.int32(len(found)))
+            self.table = share(self.table, slot, *padded(found, BLOCKS))
         self.written[slot] = len(found) * SIZE
 
     def go_on(self, slot):
@@ -256,10 +249,6 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.num_available >= 0
 
 
-Pool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
-TestPool = Pool.TestCase
-
-
 class CompressingPool(Pool):
     """The same where sequences are compressed, once a decoded token is in the cache and every second after it.
 
@@ -280,10 +269,9 @@ class WidePool(CompressingPool):
     room = 8
 
 
-CompressingPool.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
-TestCompressingPool = CompressingPool.TestCase
-WidePool.TestCase.settings = CompressingPool.TestCase.settings
-TestWidePool = WidePool.TestCase
+for machine in (Pool, CompressingPool, WidePool):
+    machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestPool, TestCompressingPool, TestWidePool = Pool.TestCase, CompressingPool.TestCase, WidePool.TestCase
 
 
 def test_the_least_recently_used_goes_first_its_end_before_its_beginning_and_what_is_locked_never():

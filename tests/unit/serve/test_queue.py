@@ -86,25 +86,18 @@ class Paper(Replicas):
             one.deliver(one.end("abort"))
 
 
-@pytest.fixture
-def replicas():
-    return Paper()
-
-
-def asked(count: int, limit: int = 3) -> list[Sequence]:
-    return [sequence([5, 6], limit=limit) for _ in range(count)]
-
-
-def test_every_sequence_ends_once_and_few_are_under_way(replicas):
-    refusal = refused(7, None, "It cannot be.")
-    passed_on, *events = list(serve(replicas, [refusal, *asked(5)], ahead=2))
+def test_every_sequence_ends_once_and_few_are_under_way():
+    replicas, refusal = Paper(), refused(7, None, "It cannot be.")
+    asked = [sequence([5, 6], limit=3) for _ in range(5)]
+    passed_on, *events = list(serve(replicas, [refusal, *asked], ahead=2))
     assert passed_on is refusal
     ends = [event.completion for event in events if event.completion is not None]
     assert len(ends) == 5 and all(end.finish_reason == "length" and len(end.token_ids) == 3 for end in ends)
     assert len(events) == 15 and replicas.most == 2 and not replicas.queue.waiting
 
 
-def test_sequences_are_taken_as_they_are_needed(replicas):
+def test_sequences_are_taken_as_they_are_needed():
+    replicas = Paper()
     events = serve(replicas, (sequence([5], limit=1) for _ in itertools.count()), ahead=4)
     assert len(list(itertools.islice(events, 20))) == 20
     events.close()

@@ -18,24 +18,20 @@ from et_jax.types import replace
 
 STEPS, SLOTS = 3, 3
 NUM_MULTIPLIED = 700
-MODEL_COST = cost.Model(
-    weights=6000,
-    block=10,
-    summary=1,
-    num_multiplied=NUM_MULTIPLIED,
-    heads=MODEL.num_layers * MODEL.num_kv_heads,
-    group_size=MODEL.group_size,
-    head_dim=MODEL.head_dim,
-)
+HEADS = {"heads": MODEL.num_layers * MODEL.num_kv_heads, "group_size": MODEL.group_size, "head_dim": MODEL.head_dim}
+MODEL_COST = cost.Model(weights=6000, block=10, summary=1, num_multiplied=NUM_MULTIPLIED, **HEADS)
 
 
 def work(**figures) -> Work:
     """Work of no tokens, but for the figures given."""
-    none = {"tokens": 0, "passes": 0, "blocks": 0, "summaries": 0} | figures
-    whole = {
-        name: jnp.broadcast_to(jnp.int32(each), (STEPS, SLOTS)) for name, each in none.items() if name != "attended"
-    }
-    return Work(attended=jnp.broadcast_to(jnp.float32(figures.get("attended", 0)), (STEPS, SLOTS)), **whole)
+    dtypes = dict.fromkeys(("tokens", "passes", "blocks", "summaries"), jnp.int32) | {"attended": jnp.float32}
+    given = {name: dtype(figures.get(name, 0)) for name, dtype in dtypes.items()}
+    return Work(**{name: jnp.broadcast_to(x, (STEPS, SLOTS)) for name, x in given.items()})
+
+
+def at(step: int, *of_slots: int) -> np.ndarray:
+    """The numbers of the slots at one step, and 0 at all others."""
+    return np.where(np.arange(STEPS)[:, None] == step, of_slots, 0)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +121,7 @@ OTHER = cost.Model(weights=300, block=16, summary=0, num_multiplied=40, heads=2,
 
 def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     """Two passes over 300 bytes of weights for six tokens; slot 1's first token pays for what was read for it."""
-    only = jnp.zeros((STEPS, SLOTS), jnp.int32).at[0, 1]
-    passes = 2 * jnp.eye(STEPS, 1, dtype=jnp.int32)
-    own = work(tokens=only.set(3), blocks=only.set(12), attended=only.set(70), passes=passes)
+    own = work(tokens=at(0, 0, 3, 0), passes=at(0, 2, 2, 2), blocks=at(0, 0, 12, 0), attended=at(0, 0, 70, 0))
     one = Burst((MODEL_COST,), in_one_step(output), 1)
     two = Burst((MODEL_COST, OTHER), in_one_step(replace(output, work=(*output.work, own))), 1)
     places = (0, 0), (0, 1), (1, 1)
@@ -144,18 +138,8 @@ def test_a_token_of_two_models_pays_for_both_since_the_last(output):
     In the next step the small model says slot 0's token. The model had read five tokens of it, in two reads.
     """
     big = dataclasses.replace(OTHER, weights=6000, num_multiplied=700, heads=4, block=32)
-    model = work(
-        tokens=np.asarray([[5, 1, 0], [0, 0, 0], [0, 0, 0]]),
-        passes=np.asarray([[2, 2, 2], [0, 0, 0], [0, 0, 0]]),
-        blocks=np.asarray([[8, 4, 0], [0, 0, 0], [0, 0, 0]]),
-        attended=np.asarray([[90, 0, 0], [0, 0, 0], [0, 0, 0]]),
-    )
-    small = work(
-        tokens=np.asarray([[0, 0, 0], [1, 0, 0], [0, 0, 0]]),
-        passes=np.asarray([[0, 0, 0], [1, 1, 1], [0, 0, 0]]),
-        blocks=np.asarray([[0, 0, 0], [2, 0, 0], [0, 0, 0]]),
-        attended=np.asarray([[0, 0, 0], [16, 0, 0], [0, 0, 0]]),
-    )
+    model = work(tokens=at(0, 5, 1, 0), passes=at(0, 2, 2, 2), blocks=at(0, 8, 4, 0), attended=at(0, 90, 0, 0))
+    small = work(tokens=at(1, 1, 0, 0), passes=at(1, 1, 1, 1), blocks=at(1, 2, 0, 0), attended=at(1, 16, 0, 0))
     spoken = jnp.zeros((STEPS, SLOTS), bool)
     asked = jnp.zeros((STEPS, SLOTS), jnp.int32)
     told = replace(

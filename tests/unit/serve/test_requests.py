@@ -36,17 +36,9 @@ NUMBERS = (
 KINDS = {
     **dict.fromkeys(WHOLE, int),
     **dict.fromkeys(NUMBERS, float),
-    **{
-        "stop": str,
-        "stop_token_ids": int,
-        "bad_words": str,
-        "allowed_token_ids": int,
-        "choice": str,
-        "regex": str,
-        "json_schema": str,
-        "p_less": bool,
-        "ignore_eos": bool,
-    },
+    **dict.fromkeys(("stop", "bad_words", "choice", "regex", "json_schema"), str),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), int),
+    **dict.fromkeys(("p_less", "ignore_eos"), bool),
 }
 
 
@@ -113,6 +105,7 @@ def test_a_request_is_of_its_types_or_refused_in_a_sentence(field):
             "json_schema is an object of type dict; it must be an object, or the JSON of one.",
         ),
         ({"bad_words": [""]}, "bad_words is a list; it must be a list of texts that are not empty."),
+        ({"n": 3, "best_of": 2}, "best_of is 2; it must be 1 (off), or at least n, 3."),
         ({"stop_token_ids": range(99)}, f"stop_token_ids has 99 ids; it may have {MAX_STOP_IDS} at most."),
     ],
 )

@@ -5,8 +5,6 @@ import pytest
 from capabilities import SMALL, TINY, WIDE, WIDE_SMALL, adapter, folder, tiny
 
 from et_jax.errors import UsageError
-from et_jax.serve.config import EngineConfig
-from et_jax.serve.loading.verdict import verdict
 from et_jax.serve.requests import GenerationRequest, SamplingParams
 
 over_devices = pytest.mark.devices
@@ -34,13 +32,8 @@ def test_a_model_that_drafts_and_adapters_are_split_too(hardly_optimised):
     requests = [GenerationRequest(prompt=one, params=GREEDY, adapter=name) for one in PROMPTS for name in (None, "a")]
     written = []
     for size in (1, 4):
-        beside = {
-            "draft": str(folder(WIDE_SMALL)),
-            "draft_tokens": 3,
-            "draft_length": "fixed",
-            "adapters": {"a": adapter(2, WIDE)},
-        }
-        model = tiny(WIDE, dtype="float32", tensor_parallel=size, **beside)
+        drafting = {"draft": str(folder(WIDE_SMALL)), "draft_tokens": 3, "draft_length": "fixed"}
+        model = tiny(WIDE, dtype="float32", tensor_parallel=size, adapters={"a": adapter(2, WIDE)}, **drafting)
         rows = model.generate(requests)
         written.append([(one.token_ids, [step.accepted for step in one.trace]) for one in rows])
         assert {len(x.devices()) for x in jax.tree.leaves(model.weights)} == {size}
@@ -68,18 +61,15 @@ def test_each_device_holds_its_part():
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("size", "sentence"),
     [
-        (
-            {"tensor_parallel": 64},
-            r"tensor_parallel is 64, above the number of devices, \d; choose at most that \(XLA_FLAGS=",
-        ),
-        ({"tensor_parallel": 0}, "tensor_parallel is 0; it must be"),
+        (64, r"tensor_parallel is 64, above the number of devices, \d; choose at most that \(XLA_FLAGS="),
+        (0, "tensor_parallel is 0; it must be"),
     ],
 )
-def test_what_cannot_be_split_is_refused(settings, sentence):
+def test_what_cannot_be_split_is_refused(size, sentence):
     with pytest.raises(UsageError, match=sentence):
-        tiny(TINY, **settings)
+        tiny(TINY, tensor_parallel=size)
 
 
 @over_devices
@@ -88,7 +78,3 @@ def test_a_number_that_does_not_divide_the_model_is_refused():
         tiny(TINY, tensor_parallel=3)
     with pytest.raises(UsageError, match=r"tensor_parallel is 8; .* can be split over 1, 2, 4 devices"):
         tiny(WIDE, tensor_parallel=8, draft=str(folder(SMALL)))
-
-
-def test_a_check_says_over_how_many_chips_a_model_fits():
-    assert "TPU v5e 1 (" in verdict(EngineConfig(name=str(folder(TINY))))[-1]
