@@ -71,19 +71,6 @@ def test_nothing_listed_gives_zero_and_minus_infinity(backend):
     assert out[1, 32:].all() and np.isfinite(lse[1, 32:, :, 0]).all()
 
 
-@BACKENDS
-@pytest.mark.parametrize("name", ["group_3", "window", "group_4_bfloat16", "int8", "fp8_dim_96"])
-def test_tokens_of_a_chunk_past_a_query_may_be_nan(name, backend):
-    """With half the chunk real, the other half's keys and the null page NaN, real rows keep their bits."""
-    shape = PREFILL.shapes[name]
-    arguments, real = PREFILL.example(shape), shape.chunk // 2
-    clean, dirty = (
-        results(PREFILL.function, given, backend=backend, **shape.settings)[0]
-        for given in (arguments, PREFILL.poisoned(arguments, shape, real))
-    )
-    np.testing.assert_array_equal(*(as_bytes(out[:, :real]) for out in (dirty, clean)))
-
-
 # The bits of a row.
 
 
