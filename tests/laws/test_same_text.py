@@ -47,8 +47,8 @@ def test_a_text_has_the_same_bits_from_the_pages_of_a_file(served, tmp_path):
 
 
 def but_for_drafts(done: list[Completion]) -> list:
-    """Every bit but what is told of the drafts."""
-    return [reopened.bits(one, flops=0.0, drafted=0, accepted=False) for one in done]
+    """Every bit but what is told of the drafts, and of the experts that they touched."""
+    return [reopened.bits(one, flops=0.0, drafted=0, accepted=False, experts=None) for one in done]
 
 
 @pytest.mark.slow
