@@ -74,26 +74,20 @@ def test_single_bad_lines_are_for_error_rows(tmp_path, data):
 
 @contextlib.contextmanager
 def standard_input(stream: IO[Any] | str) -> Iterator[None]:
-    """Have a file, or a pipe of a text, as standard input."""
+    """Have a file as standard input, or a pipe of a text that is no longer than a pipe has room for."""
+    if isinstance(stream, str):
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(stream)
+        stream = os.fdopen(reader)
     before = os.dup(0)
-    with contextlib.ExitStack() as stack:
-        if isinstance(stream, str):
-            reader, writer = os.pipe()
-            feeder = threading.Thread(target=_fed, args=(writer, stream))
-            feeder.start()
-            stack.callback(feeder.join)
-            stream = stack.enter_context(os.fdopen(reader))
+    with stream:
         os.dup2(stream.fileno(), 0)
         try:
             yield
         finally:
             os.dup2(before, 0)
             os.close(before)
-
-
-def _fed(writer: int, text: str) -> None:
-    with os.fdopen(writer, "w") as pipe:
-        pipe.write(text)
 
 
 def names_in(output: Path) -> set[str]:
