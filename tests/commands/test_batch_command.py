@@ -1,5 +1,6 @@
 """The command line of a batch: what it refuses, and when it will not go on."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -11,6 +12,8 @@ import jax
 import pytest
 from stand_in import PaperModel
 
+from et_jax.batch.ray import cluster, folder
+from et_jax.cli.command import USAGE
 from et_jax.generate import main
 from et_jax.models.bundled import bundled_folder
 from et_jax.serve import engine
@@ -53,16 +56,50 @@ FILES = ("-i", "in.jsonl", "-o", "out.jsonl")
         (("-i", "absent", *FILES[2:]), "does not exist"),
         ((*FILES[:2], "-o", "link"), "link is not a regular file"),
         ((*FILES[:2], "-o", "x" * 250), "cannot be written (File name too long)"),  # with what a manifest adds
+        (("-p", "It was", "--ray"), "--ray is for --input"),
+        ((*FILES, "--ray-actors", "2"), "--ray-actors needs --ray"),
+        ((*FILES, "--ray", "--metrics", "m"), "--metrics reports on one process"),
+        ((*FILES, "--ray", "--ray-actors", "0"), "ray_actors is 0; it must be at least 1"),
+        ((*FILES, "--ray", "--ray-resources", "GPU"), "write it as CPU=4 or CPU=8,GPU=1"),
+        (("-i", "nowhere", "-o", "out", "--ray"), "nowhere names no file"),
+        (("-i", "tables", "-o", "out", "--ray"), "table.csv seems to be a table (CSV)"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded_or_written(
     files, tmp_path, capfd, monkeypatch, arguments, words
 ):
     monkeypatch.delattr(engine, "load")
+    monkeypatch.setattr(cluster, "ray", lambda: None)  # a Ray that is there, and is asked for no cluster
+    monkeypatch.setattr(cluster, "connected", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("/dev/full")
-    assert words in complaint(capfd, *arguments)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "link"]
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/table.csv").write_text("id,prompt\n1,It was\n")
+    assert main(list(arguments)) == USAGE
+    [said] = capfd.readouterr().err.splitlines()
+    assert said.startswith("error: ") and said.endswith(".") and words in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["in.jsonl", "link", "tables"]
+
+
+def test_the_output_of_another_job_on_ray_is_refused_and_stays(tmp_path, monkeypatch, capfd):
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for shard in range(2):
+        (source / f"s{shard}.jsonl").write_text(json.dumps({"id": f"r{shard}", "prompt": "It was"}) + "\n")
+    monkeypatch.setattr(cluster, "ray", lambda: None)
+    monkeypatch.setattr(cluster, "check_room", lambda *_: None)
+    monkeypatch.setattr(folder, "_serve", lambda *_: None)
+    monkeypatch.setattr(cluster, "connected", lambda *_, **__: contextlib.nullcontext())
+    command = ["-i", str(source), "-o", str(output), "--ray", "--seed"]
+    assert main([*command, "1"]) == 0
+    capfd.readouterr()
+    row = {"id": "batch_req_other", "custom_id": "r0", "response": {}, "error": None}
+    (output / "s0.jsonl").write_text(json.dumps(row) + "\n")
+    before = {file.name: file.read_bytes() for file in output.iterdir()}
+    monkeypatch.setattr(cluster, "connected", None)
+    assert "--seed was 1 and is 2" in complaint(capfd, *command, "2")
+    assert "not the line that" in complaint(capfd, *command, "1")
+    assert {file.name: file.read_bytes() for file in output.iterdir()} == before
 
 
 @pytest.mark.usefixtures("paper")

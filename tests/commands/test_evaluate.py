@@ -37,11 +37,8 @@ class Reader:
 
     def generate(self, prompts, **settings):
         self.calls.append((list(prompts), settings))
-        counts = {"blocks_held": 8, "audited": 2}
-        trace = [
-            row(1, blocks_read=read, agreed=read // 2 - 1, share_bytes=read / 8 + 0.1, by_small=small, **counts)
-            for read, small in ((6, False), (2, False))
-        ]
+        figures = {"blocks_held": 8, "audited": 2, "by_small": False}
+        trace = [row(1, blocks_read=n, agreed=n // 2 - 1, share_bytes=n / 8 + 0.1, **figures) for n in (6, 2)]
         told = {"prompt_read": self.prompt_read, "prompt_tokens": 119, "tokens_left_out": 90, "trace": tuple(trace)}
         told |= {"index": 0, "token_ids": (1, 1), "finish_reason": "length"}
         return [Completion(prompt=one, text=self.known.get(one, " no idea"), **told) for one in prompts]
@@ -166,21 +163,18 @@ def test_a_reader_that_has_gone_loses_no_answer(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "a.png").exists() and "error" not in capfd.readouterr().err
 
 
+TOO_LONG = "--length is 1000000; bundled has room for 2048 tokens"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--task", "gsm8k"], "name the file with --prompts"),
         (["--prompts", "x.jsonl"], "belongs to one task"),
         (["--depths", "0"], "--depths is 0; it must be at least 1"),
-        (["--length", "96", "--length", "1000000"], "--length is 1000000; bundled has room for 2048 tokens"),
-        (
-            ["--samples", "100000", "--task", "passkey", "--depths", "2"],
-            "make 200000 prompts and at most 100000 are asked",
-        ),
-        (
-            ["--task", "loss", "--haystack", __file__, "--length", "1000000"],
-            "--length is 1000000; bundled has room for 2048",
-        ),
+        (["--length", "96", "--length", "1000000"], TOO_LONG),
+        (["--samples=100000", "--task=passkey", "--depths=2"], "make 200000 prompts and at most 100000 are asked"),
+        (["--task", "loss", "--haystack", __file__, "--length", "1000000"], TOO_LONG),
         (["--task", "passkey", "--length", "20"], "too short for this task"),
         (["--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["--haystack", "/dev/null"], "/dev/null is empty"),

@@ -115,9 +115,8 @@ def test_a_job_goes_on_with_the_commit_that_it_began_with(here, tmp_path, capfd)
     here.bytes[SECOND] = LINES.encode() + b'{"id": "c", "prompt": "It is"}\n'
     assert main(asked) == 2
     said = capfd.readouterr().err.splitlines()[-1]
-    assert (
-        f"the commit of --input, which hf://datasets/OWNER/NAME@COMMIT/FILE names, was {FIRST} and is {SECOND}" in said
-    )
+    address = "hf://datasets/OWNER/NAME@COMMIT/FILE"
+    assert f"the commit of --input, which {address} names, was {FIRST} and is {SECOND}" in said
     asked[1] = f"hf://datasets/owner/name@{FIRST}/in/data.jsonl"
     here.shutdown()
     here.server_close()  # the cache serves

@@ -74,26 +74,20 @@ def test_single_bad_lines_are_for_error_rows(tmp_path, data):
 
 @contextlib.contextmanager
 def standard_input(stream: IO[Any] | str) -> Iterator[None]:
-    """Have a file, or a pipe of a text, as standard input."""
+    """Have a file as standard input, or a pipe of a text that is no longer than a pipe has room for."""
+    if isinstance(stream, str):
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "w") as pipe:
+            pipe.write(stream)
+        stream = os.fdopen(reader)
     before = os.dup(0)
-    with contextlib.ExitStack() as stack:
-        if isinstance(stream, str):
-            reader, writer = os.pipe()
-            feeder = threading.Thread(target=_fed, args=(writer, stream))
-            feeder.start()
-            stack.callback(feeder.join)
-            stream = stack.enter_context(os.fdopen(reader))
+    with stream:
         os.dup2(stream.fileno(), 0)
         try:
             yield
         finally:
             os.dup2(before, 0)
             os.close(before)
-
-
-def _fed(writer: int, text: str) -> None:
-    with os.fdopen(writer, "w") as pipe:
-        pipe.write(text)
 
 
 def names_in(output: Path) -> set[str]:
@@ -124,8 +118,9 @@ def test_a_pipe_is_an_input_and_goes_on_with_the_same_lines(tmp_path, capfd, mon
         file.seek(7)  # a redirected file is read from its start
         code, said = serve(file)
     assert code == 0 and "500 done before" in said
-    code, said = serve(LINES.replace("It was 7", "It is 7"))
-    assert code == USAGE and 'Line 8 (custom_id "r7") is not the line' in said
+    before = output.read_bytes()
+    code, said = serve(LINES.replace("It was 7", "It is 7") + '{"id": "new", "prompt": "a"}\n')
+    assert code == USAGE and 'Line 8 (custom_id "r7") is not the line' in said and output.read_bytes() == before
 
 
 def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path, monkeypatch):
@@ -149,14 +144,6 @@ def test_a_named_pipe_is_an_input_and_its_copy_goes(tmp_path, monkeypatch):
 def test_what_ends_never_is_not_begun(tmp_path, capfd, source):
     assert main(["-i", source, "-o", str(tmp_path / "out.jsonl")]) == USAGE
     assert f"{source} is neither a file nor a pipe" in capfd.readouterr().err
-
-
-def test_parquet_is_told_by_its_content(tmp_path, monkeypatch):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "in")
-    monkeypatch.setattr(engine, "load", lambda *_, **__: PaperModel())
-    assert main(["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out.jsonl")]) == 0
-    assert names_in(tmp_path / "out.jsonl") == {row["id"] for row in ROWS}
 
 
 def test_a_saved_data_set_is_answered_in_its_order_by_a_parquet_file(tmp_path, monkeypatch, capfd):
@@ -211,9 +198,6 @@ def test_a_field_of_lines_may_hold_the_prompt(tmp_path):
     lines = [{"text": "It was", "seed": 3, "topic": "x", "prompt": "no"}, {"text": turns, "id": "b"}, {"prompt": "no"}]
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
     one, two, three = read_entries(tmp_path / "in", "text")
-    assert (one.values, two.values, two.custom_id) == (
-        {"prompt": "It was", "seed": 3},
-        {"messages": turns, "id": "b"},
-        "b",
-    )
+    assert one.values == {"prompt": "It was", "seed": 3} and two.custom_id == "b"
+    assert two.values == {"messages": turns, "id": "b"}
     assert three.problem == "text, which --prompt-column names, is missing; give the line one."

@@ -125,11 +125,6 @@ class PaperModel:
             yield completion(prompt, text, index)
 
 
-def paper(settings: Any) -> PaperModel:
-    """Load the model of paper, whatever the settings."""
-    return PaperModel()
-
-
 if __name__ == "__main__":
     loaded = SimpleNamespace(load=lambda *_, **__: PaperModel(seconds=0.002))
     sys.modules["et_jax.serve.engine"] = loaded  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,26 +183,16 @@ def nan_unscored(arguments: dict[str, Any], shape: Any) -> dict[str, Any]:
     return arguments | {"key_box": box, "mean": mean}
 
 
-def named(shapes: tuple[Any, ...]) -> dict[str, Any]:
-    return {shape.name: shape for shape in shapes}
+def operation(function: Callable[..., Any], module: Any, formula: Any, poisoned: Any) -> Operation:
+    """An operation with the named shapes of a module."""
+    shapes = {shape.name: shape for shape in module.SHAPES}
+    return Operation(function.__name__, function, shapes, module.example, formula, poisoned)
 
 
-def block(arguments: dict[str, Any], shape: Any) -> tuple[np.ndarray, ...]:
-    return summaries("block", arguments, shape)
-
-
-def code(arguments: dict[str, Any], shape: Any, soft_cap: float = np.inf) -> tuple[np.ndarray, ...]:
-    return summaries("code", arguments, shape, soft_cap)
-
-
-ATTENTION = Operation(
-    "paged_attention", paged_attention, named(attended.SHAPES), attended.example, attention, nan_unattended
-)
-PREFILL = Operation(
-    "paged_prefill", paged_prefill, named(prefilled.SHAPES), prefilled.example, prefill, nan_unprefilled
-)
-BLOCK = Operation("block_scores", block_scores, named(scored.SHAPES), scored.example, block, nan_unscored)
-CODE = Operation("code_scores", code_scores, named(scored.SHAPES), scored.example, code, nan_unscored)
+ATTENTION = operation(paged_attention, attended, attention, nan_unattended)
+PREFILL = operation(paged_prefill, prefilled, prefill, nan_unprefilled)
+BLOCK = operation(block_scores, scored, partial(summaries, "block"), nan_unscored)
+CODE = operation(code_scores, scored, partial(summaries, "code"), nan_unscored)
 OPERATIONS = (ATTENTION, PREFILL, BLOCK, CODE)
 
 

@@ -16,10 +16,15 @@ import numpy as np
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2e-2}
 LSE_TOLERANCE = 2e-5  # scores are float32 products of either dtype; log-sum-exps reach 10
 CAP = 1.5  # of the scores of codes, a third of which are larger
-MIXED = [("float32", "bfloat16"), ("bfloat16", "float32")]
-HOPPER = jax.sharding.AbstractMesh(
-    (1,), ("chip",), abstract_device=jax.sharding.AbstractDevice("NVIDIA H200", 1, "cuda")
-)
+
+
+def absent(kind: str, platform: str) -> jax.sharding.AbstractMesh:
+    """A mesh of one device that is not here."""
+    device = jax.sharding.AbstractDevice(kind, 1, platform)
+    return jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)
+
+
+HOPPER, TPU = absent("NVIDIA H200", "cuda"), absent("TPU v5 lite", "tpu")
 
 
 @functools.cache
@@ -53,11 +58,6 @@ def numbers(tree: Any) -> Any:
 def as_bytes(tree: Any) -> Any:
     """The same as bytes, so that equal means equal to the last bit."""
     return jax.tree.map(lambda x: np.asarray(x).view(np.uint8), tree)
-
-
-def of_two_dtypes(arguments: dict[str, Any], queries: str, pages: str) -> dict[str, Any]:
-    """The same with queries and pages of these dtypes."""
-    return arguments | {"q": arguments["q"].astype(queries), "pages": arguments["pages"].astype(pages)}
 
 
 def with_nan_unseen(arguments: dict[str, Any], seen: Any, width: int) -> dict[str, Any]:

@@ -4,16 +4,13 @@ Those that score blocks are interpreted. The simulation of the others has copies
 raises on a race and on a read out of bounds, and memory begins as NaN. It has no wgmma: the products are plain ones.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import ATTENTION, BLOCK, CODE, PREFILL, each, kernel
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from ladder import as_bytes, compiled, lowered_for_cuda, results, taken
+from ladder import compiled, lowered_for_cuda, results, taken
 
 from et_jax.pallas import hopper
 from et_jax.pallas.paged_attention import gpu as attention
@@ -67,48 +64,12 @@ def test_lowers_for_cuda(operation, shape):
     lower(operation, shape)
 
 
-def test_padding_the_list_changes_no_bit():
-    """The longer list has more parts, none of them used."""
-    shape = ATTENTION.shapes["hopper_parts"]
-    arguments = ATTENTION.example(shape)
-    out, block_lse = as_bytes(run(ATTENTION, arguments, shape))
-    m = arguments["blocks"].shape[2]
-    blocks = np.pad(arguments["blocks"], ((0, 0), (0, 0), (0, 41)), constant_values=7)
-    wide_out, wide_lse = as_bytes(run(ATTENTION, arguments | {"blocks": blocks}, shape))
-    np.testing.assert_array_equal(wide_out, out)
-    np.testing.assert_array_equal(wide_lse[..., : 4 * m], block_lse)
-
-
-def test_a_row_does_not_depend_on_its_neighbours():
-    shape = ATTENTION.shapes["hopper_sparse"]
-    arguments = ATTENTION.example(shape)
-    counts, pages = np.array(arguments["counts"]), np.array(arguments["pages"])
-    counts[1] = 0
-    pages[:, arguments["page_table"][1]] = np.nan
-    expected = as_bytes(run(ATTENTION, arguments, shape))
-    for change in ({"counts": counts}, {"pages": pages}):
-        for got, wanted in zip(as_bytes(run(ATTENTION, arguments | change, shape)), expected, strict=True):
-            np.testing.assert_array_equal(got[0], wanted[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "stages"), [(1, 5), (3, 2), (40, 2)])
 def test_any_config_gives_the_same(part, stages):
     shape = ATTENTION.shapes["hopper_sparse"]
     config = attention.Config(part=part, stages=stages)
     is_right(ATTENTION, shape, run(ATTENTION, ATTENTION.example(shape), shape, config=config))
-
-
-@pytest.mark.parametrize("name", ["hopper_group_3", "hopper_window", "hopper_fp8"])
-def test_tokens_of_a_chunk_past_a_query_may_be_nan(name):
-    """With half the chunk real, the other half's keys and values and the null page NaN, real rows are right."""
-    shape = PREFILL.shapes[name]
-    arguments, real = PREFILL.example(shape), shape.chunk // 2
-    (dirty, _), (expected, _) = (
-        run(PREFILL, PREFILL.poisoned(arguments, shape, real), shape),
-        results(PREFILL.function, arguments, backend="reference", **shape.settings),
-    )
-    PREFILL.assert_close((dirty[:, :real], None), (expected[:, :real], None), shape)
 
 
 # What the simulation finds.
@@ -141,33 +102,6 @@ def test_a_missing_wait_or_fence_is_found(monkeypatch, operation, name, primitiv
     monkeypatch.setattr(plgpu, primitive, lambda *barrier: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
         run(operation, operation.example(shape), shape)
-
-
-# What is refused, and what fits.
-
-UNSERVED = [
-    (ATTENTION, "multiplies bfloat16, not float32", {"dtype": "float32"}),
-    (
-        ATTENTION,
-        "multiplies bfloat16, not float32 queries with int8 pages",
-        {"dtype": "float32", "in_8_bits": "int8"},
-    ),
-    (ATTENTION, "reads pages of entire tiles of 64 tokens, not of 16", {"page_size": 16}),
-    (ATTENTION, "is laid out for head dims of 64, 128 and 256, not 96", {"head_dim": 96}),
-    (ATTENTION, "has columns for 16 query heads a KV head, not 17", {"num_heads": 17, "num_kv_heads": 1}),
-    (BLOCK, "has registers for head dims of 64 and 128, not 96", {"head_dim": 96}),
-    (CODE, "reads codes of pages of a power of two from 16 tokens on, not of 8", {"page_size": 8}),
-]
-
-
-@pytest.mark.parametrize(("operation", "reason", "change"), UNSERVED)
-def test_what_is_not_served_is_refused_with_the_reason(operation, reason, change):
-    name = "hopper_group_1" if operation is ATTENTION else "hopper_dim_128"
-    shape = dataclasses.replace(operation.shapes[name], **change)
-    function = kernel(operation, "gpu")
-    with pytest.raises(NotImplementedError) as caught:
-        function(**taken(function, operation.example(shape)), **shape.settings)
-    assert str(caught.value).startswith(f'backend "gpu" {reason}') and str(caught.value).endswith(': use "xla"')
 
 
 @pytest.mark.parametrize("page_size", [64, 128])

@@ -4,109 +4,72 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from cases import ATTENTION, BLOCK, CODE, PREFILL
 from jaxtyping import TypeCheckError
-from ladder import taken
 
+from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.checks import code_rows
+from et_jax.pallas.paged_attention import paged_attention
+from et_jax.pallas.paged_prefill import paged_prefill
 from et_jax.softmax import Softmax
 
-RIGHT: dict[Any, dict[str, tuple[int, ...]]] = {
-    ATTENTION: {
-        "q": (2, 6, 64),
-        "pages": (2, 5, 16, 128),
-        "page_table": (2, 4),
-        "blocks": (2, 2, 4),
-        "counts": (2, 2),
-        "lengths": (2,),
-    },
-    PREFILL: {"q": (2, 8, 6, 64), "pages": (2, 5, 16, 128), "page_table": (2, 4), "starts": (2,)},
-    BLOCK: {"q": (2, 6, 64), "key_box": (2, 5, 128), "mean": (2, 5, 128), "page_table": (2, 4), "lengths": (2,)},
-    CODE: {"q": (2, 6, 64), "key_box": (2, 5, 128), "key_codes": (2, 5, 8, 128), "page_table": (2, 4), "lengths": (2,)},
+
+def zeros(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+PAGED = {"pages": zeros(2, 5, 16, 128), "page_table": ints(2, 4), "softmax": Softmax(scale=1.0)}
+LISTS = {"blocks": ints(2, 2, 4), "counts": ints(2, 2)}
+SCORED = {"q": zeros(2, 6, 64), "key_box": zeros(2, 5, 128), "page_table": ints(2, 4), "lengths": ints(2)}
+SCORED |= {"scale": 1.0, "page_size": 16}
+RIGHT: dict[Any, dict[str, Any]] = {
+    paged_attention: PAGED | LISTS | {"q": zeros(2, 6, 64), "lengths": ints(2)},
+    paged_prefill: PAGED | {"q": zeros(2, 8, 6, 64), "starts": ints(2)},
+    block_scores: SCORED | {"mean": zeros(2, 5, 128)},
+    code_scores: SCORED | {"key_codes": ints(2, 5, 8, 128, dtype=jnp.int8)},
+    Softmax: {"scale": 1.0},
 }
-SETTINGS: dict[Any, dict[str, Any]] = {key: {"softmax": Softmax(scale=1.0)} for key in (ATTENTION, PREFILL)}
-SETTINGS |= {key: {"scale": 1.0, "page_size": 16} for key in (BLOCK, CODE)}
-FLOATS = {"q", "pages", "key_box", "mean", "kv_scales"}
-
-
-def called(operation, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, Any], settings: dict[str, Any]):
-    plain = dict.fromkeys(FLOATS, jnp.float32) | {"key_codes": jnp.int8} | dtypes
-    arrays = {name: jnp.zeros(shape, plain.get(name, jnp.int32)) for name, shape in (RIGHT[operation] | shapes).items()}
-    return operation.function(**taken(operation.function, arrays), **SETTINGS[operation] | settings)
-
-
-SHAPES = [
-    (ATTENTION, {"q": (2, 7, 64)}, "q"),
-    (ATTENTION, {"q": (2, 6, 65)}, "pages"),
-    (ATTENTION, {"pages": (2, 5, 16, 192)}, "pages"),
-    (ATTENTION, {"blocks": (2, 2, 0)}, "blocks"),
-    (PREFILL, {"blocks": (2, 2, 4), "counts": (2, 3)}, "counts"),
-    (BLOCK, {"q": (2, 7, 64)}, "q"),
-    (BLOCK, {"q": (2, 6, 65)}, "key_box"),
-    (CODE, {"key_codes": (2, 5, 8, 127)}, "key_codes"),
-]
-
-
-@pytest.mark.usefixtures("as_users_have_it")
-@pytest.mark.parametrize(("operation", "change", "argument"), SHAPES)
-def test_a_wrong_shape_is_named(operation, change, argument):
-    with pytest.raises(ValueError, match=rf"^{argument}: got .*wanted"):
-        called(operation, change, {}, {})
+IN_8_BITS = {"pages": ints(2, 5, 16, 128, dtype=jnp.int8)}
+MANY_ROWS = {"q": zeros(64, 6, 64), "lengths": ints(64), "readers": ints(2, 2, 4), "rows_per_slot": 32}
 
 
 @pytest.mark.usefixtures("as_users_have_it")
 @pytest.mark.parametrize(
-    ("operation", "shapes", "dtypes", "settings", "message"),
+    ("function", "change", "message"),
     [
-        (ATTENTION, {}, {"q": jnp.float16}, {}, "q: got float16, wanted"),
-        (ATTENTION, {"readers": (2, 2, 4)}, {"readers": jnp.int16}, {}, "readers: got int16, wanted int32"),
-        (ATTENTION, {}, {"pages": jnp.int8}, {}, "pages: got int8"),
-        (ATTENTION, {"kv_scales": (2, 5, 2, 16)}, {}, {}, "pages: got float32, wanted int8 or float8_e4m3fn"),
-        (ATTENTION, {"kv_scales": (2, 4, 2, 16)}, {"pages": jnp.int8}, {}, "kv_scales: got shape"),
-        (
-            ATTENTION,
-            {},
-            {},
-            {"rows_per_slot": 3},
-            "rows_per_slot: got 3, wanted a number that divides the 2 rows of q",
-        ),
-        (
-            ATTENTION,
-            {"q": (64, 6, 64), "lengths": (64,), "readers": (2, 2, 4)},
-            {},
-            {"rows_per_slot": 32},
-            "rows_per_slot: got 32, wanted at most 31 with readers",
-        ),
-        (ATTENTION, {}, {}, {"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
-        (PREFILL, {"blocks": (2, 2, 4)}, {}, {}, "counts: got None, wanted the lengths of the lists in blocks"),
-        (PREFILL, {"counts": (2, 2)}, {}, {}, "blocks: got None, wanted lists of blocks with counts"),
-        (BLOCK, {}, {"mean": jnp.bfloat16}, {}, "mean: got bfloat16, wanted"),
-        (BLOCK, {}, {}, {"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
-        (CODE, {}, {}, {"page_size": 0}, "page_size: got 0, wanted at least 1 token"),
-        (CODE, {}, {}, {"soft_cap": 0.0}, "soft_cap: got 0.0, wanted a positive number or None"),
+        (paged_attention, {"q": zeros(2, 7, 64)}, "q: got .*wanted"),
+        (paged_attention, {"q": zeros(2, 6, 65)}, "pages: got .*wanted"),
+        (paged_attention, {"pages": zeros(2, 5, 16, 192)}, "pages: got .*wanted"),
+        (paged_attention, {"blocks": ints(2, 2, 0)}, "blocks: got .*wanted"),
+        (paged_attention, {"q": zeros(2, 6, 64, dtype=jnp.float16)}, "q: got float16, wanted"),
+        (paged_attention, {"readers": ints(2, 2, 4, dtype=jnp.int16)}, "readers: got int16, wanted int32"),
+        (paged_attention, IN_8_BITS, "pages: got int8"),
+        (paged_attention, {"kv_scales": zeros(2, 5, 2, 16)}, "pages: got float32, wanted int8 or float8_e4m3fn"),
+        (paged_attention, IN_8_BITS | {"kv_scales": zeros(2, 4, 2, 16)}, "kv_scales: got shape"),
+        (paged_attention, {"rows_per_slot": 3}, "rows_per_slot: got 3, wanted a number that divides the 2 rows of q"),
+        (paged_attention, MANY_ROWS, "rows_per_slot: got 32, wanted at most 31 with readers"),
+        (paged_attention, {"backend": "cuda"}, 'backend: got "cuda", wanted one of'),
+        (paged_prefill, LISTS | {"counts": ints(2, 3)}, "counts: got .*wanted"),
+        (paged_prefill, {"blocks": ints(2, 2, 4)}, "counts: got None, wanted the lengths of the lists in blocks"),
+        (paged_prefill, {"counts": ints(2, 2)}, "blocks: got None, wanted lists of blocks with counts"),
+        (block_scores, {"q": zeros(2, 7, 64)}, "q: got .*wanted"),
+        (block_scores, {"q": zeros(2, 6, 65)}, "key_box: got .*wanted"),
+        (block_scores, {"mean": zeros(2, 5, 128, dtype=jnp.bfloat16)}, "mean: got bfloat16, wanted"),
+        (block_scores, {"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
+        (code_scores, {"key_codes": ints(2, 5, 8, 127, dtype=jnp.int8)}, "key_codes: got .*wanted"),
+        (code_scores, {"page_size": 0}, "page_size: got 0, wanted at least 1 token"),
+        (code_scores, {"soft_cap": 0.0}, "soft_cap: got 0.0, wanted a positive number or None"),
+        (Softmax, {"scale": 0.0}, "scale: got 0.0, wanted a positive number$"),
+        (Softmax, {"soft_cap": -1.0}, "soft_cap: got -1.0, wanted a positive number or None$"),
+        (Softmax, {"window": 0}, "window: got 0, wanted at least 1 token, or None$"),
     ],
 )
-def test_a_wrong_dtype_or_setting_is_named(operation, shapes, dtypes, settings, message):
-    with pytest.raises(ValueError) as caught:
-        called(operation, shapes, dtypes, settings)
-    assert str(caught.value).startswith(message)
-
-
-# The softmax.
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"scale": 0.0}, "scale: got 0.0, wanted a positive number"),
-        ({"soft_cap": -1.0}, "soft_cap: got -1.0, wanted a positive number or None"),
-        ({"window": 0}, "window: got 0, wanted at least 1 token, or None"),
-    ],
-)
-def test_a_wrong_setting_of_the_softmax_is_named(wrong, message):
-    with pytest.raises(ValueError) as caught:
-        Softmax(**{"scale": 1.0} | wrong)
-    assert str(caught.value) == message
+def test_a_wrong_argument_is_named(function, change, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        function(**RIGHT[function] | change)
 
 
 def test_there_is_a_sink_for_every_query_head_or_none():

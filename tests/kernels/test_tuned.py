@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from cases import ATTENTION
+from ladder import TPU
 
 from et_jax.errors import UsageError
 from et_jax.pallas import tuned
@@ -43,8 +44,7 @@ def test_an_entry_is_honoured_on_its_device_and_an_unknown_key_falls_to_the_rule
     recorded({KEY: {"group": 3, "joint": False}})
     assert settings_used(monkeypatch) == {3}
     rule, facts = xla.Config(group=8, joint=True), {"page_size": 16, "head_dim": 64, "queries": 4, "dtype": "bfloat16"}
-    device = jax.sharding.AbstractDevice("TPU v5 lite", 1, "tpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("chip",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(TPU):
         assert tuned.settings(rule, "paged_attention/xla", **facts) == rule
     recorded({KEY.replace("queries=4", "queries=5"): {"group": 3, "joint": False}})
     assert settings_used(monkeypatch) == by_rule

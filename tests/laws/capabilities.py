@@ -175,13 +175,8 @@ def _small(config: ModelConfig = SMALL) -> str:
 SLOW = {
     *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget"),
     *("adaptive, self", "ead", "compressed by head", "paper, stacked, experts by entropy"),
-    *(
-        "over devices, lookup",
-        "over devices, certified, self",
-        "over devices, compressed by head",
-        "over devices, budget",
-        "over devices, ead",
-    ),
+    *("over devices, lookup", "over devices, certified, self", "over devices, compressed by head"),
+    *("over devices, budget", "over devices, ead"),
 }
 """Those that are tried with `-m slow` alone: what they add to another row is little."""
 
@@ -227,42 +222,33 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
 }
 
-_FOUR = {"tensor_parallel": 4}
+
+def _over_devices(
+    one: Capability, config: ModelConfig = WIDE, load: Callable[..., Model] = tiny, **more: Any
+) -> Capability:
+    """The same over four devices, of a model that they can split."""
+    settings = {"tensor_parallel": 4} | dict(one.settings) | more
+    return replace(one, load=functools.partial(load, config), settings=settings)
+
 
 OVER_DEVICES: dict[str, Callable[[], Capability]] = {
-    "over devices, lookup": lambda: Capability(
-        load=functools.partial(tiny, WIDE), settings=_FOUR | {"dtype": "float32"} | _LOOKUP, drafts=True
+    "over devices, lookup": lambda: _over_devices(Capability(settings=_LOOKUP, drafts=True), dtype="float32"),
+    "over devices, certified, self": lambda: _over_devices(
+        replace(CAPABILITIES["certified"](), drafts=True), dtype="float32", **_SELF
     ),
-    "over devices, certified, self": lambda: _pruning(
-        load=functools.partial(tiny, WIDE),
-        settings=_FOUR | {"dtype": "float32", "control": pruned("certified", tolerance=0.5)} | _SELF,
-        certifies=0.5,
-        drafts=True,
+    "over devices, adaptive, int8, adapters": lambda: _over_devices(
+        _pruning(settings={"cache_dtype": "int8", "quantize": "int8", "control": pruned("adaptive", tolerance=0.3)}),
+        adapters={"a": adapter(2, WIDE), "b": adapter(3, WIDE)},
     ),
-    "over devices, adaptive, int8, adapters": lambda: _pruning(
-        load=functools.partial(tiny, WIDE),
-        settings=_FOUR
-        | {"cache_dtype": "int8", "quantize": "int8", "control": pruned("adaptive", tolerance=0.3)}
-        | {"adapters": {"a": adapter(2, WIDE), "b": adapter(3, WIDE)}},
+    "over devices, ead": lambda: _over_devices(CAPABILITIES["ead"]()),
+    "over devices, compressed by head": lambda: _over_devices(
+        Capability(settings={"cache_budget": SPLIT}, dense=None, prunes=True)
     ),
-    "over devices, ead": lambda: Capability(
-        load=functools.partial(tiny, WIDE),
-        settings=_FOUR | {"control": preset("ead_guarded", tau=3.0), "small": _small(WIDE_SMALL)},
-        dense={"tau": -1.0},
+    "over devices, budget": lambda: _over_devices(
+        Capability(settings={"control": preset("entropyinfer", prefill_budget=16)}, dense=None, keeps_prefixes=False)
     ),
-    "over devices, compressed by head": lambda: Capability(
-        load=functools.partial(tiny, WIDE), settings=_FOUR | {"cache_budget": SPLIT}, dense=None, prunes=True
-    ),
-    "over devices, budget": lambda: Capability(
-        load=functools.partial(tiny, WIDE),
-        settings=_FOUR | {"control": preset("entropyinfer", prefill_budget=16)},
-        dense=None,
-        keeps_prefixes=False,
-    ),
-    "over devices, paper, stacked, experts by entropy": lambda: _pruning(
-        load=functools.partial(stacked, WIDE_MIXTURE),
-        settings=_FOUR | {"control": pruned("paper", tolerance=0.5), "experts": Entropy(least=0.3)},
-        dense={"tolerance": 0.0, "least": 1.0},
+    "over devices, paper, stacked, experts by entropy": lambda: _over_devices(
+        CAPABILITIES["paper, stacked, experts by entropy"](), WIDE_MIXTURE, stacked
     ),
 }
 """Those over four devices, which `-m devices` tries."""

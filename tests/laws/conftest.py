@@ -20,16 +20,16 @@ def _compiled_in_a_hurry():
         yield
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        *(pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CAPABILITIES),
-        *(
-            pytest.param(name, marks=[pytest.mark.devices, *[pytest.mark.slow] * (name in SLOW)])
-            for name in OVER_DEVICES
-        ),
-    ],
-)
+ROWS = CAPABILITIES | OVER_DEVICES
+
+
+def _param(name: str):
+    """A row, with the marks of the runs that try it."""
+    marks = [pytest.mark.slow] * (name in SLOW) + [pytest.mark.devices] * (name in OVER_DEVICES)
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="session", params=map(_param, ROWS))
 def served(request):
     """Every capability in turn."""
     if request.param in OVER_DEVICES and jax.device_count() < 4:
@@ -41,4 +41,4 @@ def served(request):
 def _made(name: str) -> Served:
     """A row, made once: between two laws pytest may ask for others."""
     with hurried():
-        return Served((CAPABILITIES | OVER_DEVICES)[name]())
+        return Served(ROWS[name]())

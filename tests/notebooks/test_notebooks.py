@@ -15,6 +15,7 @@ import nbformat
 import pytest
 from places import ROOT
 
+CLEAN = bool(os.environ.get("CI"))  # whether kernels run in a clean environment
 EXECUTED = ROOT / "build/notebooks"
 NOTEBOOKS = [ROOT / f"notebooks/{name}.ipynb" for name in ("control", "long_context", "own_model", "quickstart")]
 FIRST = """# Colab, or anywhere: installs et_jax from the checkout this notebook stands in, else from the package index.
@@ -35,16 +36,10 @@ def code(book: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 @pytest.fixture(scope="module")
-def clean() -> bool:
-    """Whether kernels run in a clean environment."""
-    return bool(os.environ.get("CI"))
-
-
-@pytest.fixture(scope="module")
-def kernels(clean: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that registers the kernel "here": of the environment of the tests, or a clean one with ipykernel."""
     folder, python = tmp_path_factory.mktemp("kernels"), sys.executable
-    if clean:
+    if CLEAN:
         subprocess.run([sys.executable, "-m", "venv", folder / "clean"], check=True)
         python = str(folder / "clean" / "bin" / "python")
         subprocess.run([python, "-m", "pip", "install", "--quiet", "ipykernel"], check=True)
@@ -76,11 +71,11 @@ def _replace(book: nbformat.NotebookNode, sources: dict[str, str]) -> None:
 
 @pytest.mark.notebook
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, clean, kernels, monkeypatch):
+def test_a_notebook_runs(path, kernels, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", str(kernels))
     book = nbformat.read(path, as_version=4)
     installing = {cell.id: cell.source for cell in code(book) if '"pip"' in cell.source}
-    if clean:
+    if CLEAN:
         monkeypatch.delenv("PYTHONPATH", raising=False)
     else:
         _replace(book, dict.fromkeys(installing, "import pathlib"))  # what they install is there

@@ -117,10 +117,6 @@ def test_a_platform_that_is_not_here_is_refused_in_a_sentence(monkeypatch, error
     monkeypatch.setattr(jax, "default_backend", Mock(side_effect=error))
     with pytest.raises(UsageError, match=r"no device \((Ass|Unable).*JAX_PLATFORMS"):
         platform()
-    with (
-        switched({"jax_platforms": "foo"}),
-        pytest.raises(
-            UsageError, match=r"^JAX finds no device of the platform that JAX_PLATFORMS asks for, foo; unset"
-        ),
-    ):
+    said = r"^JAX finds no device of the platform that JAX_PLATFORMS asks for, foo; unset"
+    with switched({"jax_platforms": "foo"}), pytest.raises(UsageError, match=said):
         et_jax.load()

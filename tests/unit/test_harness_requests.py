@@ -60,9 +60,7 @@ def test_a_text_has_the_opening_token_unless_the_template_wrote_it(monkeypatch):
         assert answers == ["".join(map(chr, one)) for one in ids]
 
 
-@pytest.mark.parametrize(
-    "device", [None, "cpu", "cpu:0", "cuda:0"]
-)  # the last is what the command line passes by default
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", "cuda:0"])  # the last is the default of the command line
 def test_a_device_that_jax_runs_on_is_used(device):
     assert Harness(device=device).model.name == "letters"
 

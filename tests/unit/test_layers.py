@@ -92,11 +92,7 @@ def test_imports_go_one_way_and_in_no_circle():
 
 
 def test_the_docstring_of_every_folder_names_its_modules():
-    for path in (
-        *PACKAGE.glob("*/__init__.py"),
-        *PACKAGE.glob("decode/*/__init__.py"),
-        *PACKAGE.glob("serve/*/__init__.py"),
-    ):
+    for path in (one for folder in ("*", "decode/*", "serve/*") for one in PACKAGE.glob(f"{folder}/__init__.py")):
         named = set(re.findall(r"\w+", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""))
         inside = {one.stem for one in path.parent.iterdir() if one.suffix == ".py" or (one / "__init__.py").exists()}
         assert inside - {"__init__"} <= named, f"{path} does not say what is in {sorted(inside - named)}"

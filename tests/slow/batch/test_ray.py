@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from et_jax.batch.ray import decode
@@ -112,23 +113,9 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def engines(process: subprocess.Popen[str]) -> list[int]:
     """Return the processes of the actors on the cluster that a command started."""
-
-    def parent(pid: int) -> int:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdecimal() or b"MapWorker" not in (entry / "cmdline").read_bytes():
-                continue
-            above = int(entry.name)
-            while above > 1 and above != process.pid:
-                above = parent(above)
-        except OSError:  # it has ended
-            continue
-        if above == process.pid:
-            found.append(int(entry.name))
-    return found
+    below = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+    names = {one.pid: " ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])}
+    return [pid for pid in below & names.keys() if "MapWorker" in names[pid]]
 
 
 def amid(process: subprocess.Popen[str], output: Path, count: int) -> None:

@@ -11,8 +11,9 @@ from samples import row, sample, write
 
 from et_jax.errors import UsageError
 from et_jax.report.batch import EACH, MEASURES, Extremes, write_batch_report
-from et_jax.report.rows import Body, Entropic, Usage, read_rows
+from et_jax.report.rows import read_rows
 
+FIGURES = ("mean_entropy", "nats_per_byte", "share_read")
 ERROR = {"id": "batch_req_bad", "custom_id": None, "response": None, "error": {"code": "failed", "line": 3}}
 
 
@@ -30,22 +31,11 @@ def test_the_extremes_that_are_kept_are_those_of_every_measure() -> None:
     rows, extremes = batch()
     bodies = {one["id"]: one["response"]["body"] for one in rows}
     wanted = set()
-    for name in ("mean_entropy", "nats_per_byte", "share_read", "completion_tokens"):
+    for name in (*FIGURES, "completion_tokens"):
         order = sorted(bodies, key=lambda one, name=name: (bodies[one]["entropic"] | bodies[one]["usage"])[name])
         wanted |= {*order[:EACH], *order[-EACH:]}
     assert {name for name in bodies if extremes.of(name)} == wanted
     assert len(wanted) < len(rows)
-
-
-def test_measures_are_those_of_the_rows() -> None:
-    told = Entropic(entropic_time=4.0, cost_bytes=2e6, nats_per_byte=2e-6, mean_entropy=0.5, share_read=0.25)
-    body = Body(choices=[], usage=Usage(completion_tokens=8), entropic=told)
-    assert {measure.name: measure.of(body) for measure in MEASURES} == {
-        "mean entropy": 0.5,
-        "efficiency": pytest.approx(2.0),
-        "tokens": 8,
-        "blocks read": 0.25,
-    }
 
 
 def test_the_page_shows_the_spread_and_links_to_the_extremes(tmp_path: Path) -> None:
@@ -61,6 +51,11 @@ def test_the_page_shows_the_spread_and_links_to_the_extremes(tmp_path: Path) -> 
         section = page.partition(f'<section id="{link}"')[2].partition("</section>")[0]
         assert section.count('<div class="text"') == 1
     assert "most tokens: 34 tokens" in page
+    told = [one["response"]["body"]["entropic"] for one in rows]
+    entropy, efficiency, read = (max(one[name] for one in told) for name in FIGURES)
+    assert f"most mean entropy: {entropy:.4g} nats a token" in page
+    assert f"most efficiency: {1e6 * efficiency:.4g} nats a MB" in page
+    assert f"most blocks read: {read:.4g} share of blocks" in page
     with browsing() as browser:
         look = Look(browser, place)
         look.scroll()

@@ -93,10 +93,8 @@ def test_logprobs_of_a_chat_and_of_a_completion():
 
 def test_a_prompt_is_scored_if_its_line_asks_for_that():
     def answered(**fields: Any) -> dict[str, Any]:
-        entry, rows = (
-            Entry(line=1, custom_id="a", id="batch_req_1", values={"prompt": "It", "max_tokens": 1} | fields),
-            [],
-        )
+        values = {"prompt": "It", "max_tokens": 1} | fields
+        entry, rows = Entry(line=1, custom_id="a", id="batch_req_1", values=values), []
 
         def ended(task: Task, completions: list[Completion]) -> None:
             rows.append(answer_row(task, completions, "paper", Letters()))

@@ -76,15 +76,6 @@ def test_done_is_done_wherever_a_line_stands_errors_included(tmp_path):
     assert moved == after
 
 
-def test_a_line_changed_under_its_name_is_refused_before_any_work(tmp_path):
-    serve(write(tmp_path, *numbered(3)))
-    lines = numbered(3)
-    lines[1]["temperature"] = 0.5
-    with pytest.raises(UsageError, match=r'Line 2 \(custom_id "r1"\) is not the line that'):
-        serve(write(tmp_path, *lines, {"id": "new", "prompt": "a"}))
-    assert b'"new"' not in (tmp_path / "out.jsonl").read_bytes()
-
-
 class Failing(PaperModel):
     """Damaged: the second continuation of a prompt ends in an error."""
 

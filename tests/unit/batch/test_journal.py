@@ -49,41 +49,33 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn, names):
     assert path.read_bytes() == whole + data("c")
 
 
-WHOLE = data("c")
+WHOLE, NAMELESS = data("c"), json.dumps(row("c", custom_id=None, error={"line": 7})).encode() + b"\n"
+no_row = "line {} is no row of a job".format
 NO_ROWS = [
-    (lambda rows: json.dumps(json.loads(rows.splitlines()[0]), indent=2).encode() + b"\n", 1),
-    (lambda rows: rows + b"a note of mine", 3),
-    (lambda rows: rows + b"\n", 3),
-    (lambda rows: rows + b'{"id": 1}\n', 3),
-    (lambda rows: rows + b'{"id": "batch_req_c", "cus\n{"id": "batch_req_d", "c', 3),  # two torn lines
-    (lambda rows: rows + b'{"id": "batch_req_c", "cus' + WHOLE, 3),  # a torn line, and a row after it
-    (lambda rows: rows + b"[" * 100_000 + b"\n", 3),
-    (lambda rows: rows + b'{"n": ' + b"9" * 5000 + b"}\n", 3),
-    (lambda rows: rows + WHOLE.replace(b'"c"', b"true"), 3),
-    (lambda rows: rows[:-1] + WHOLE, 2),  # two rows on a line
+    (lambda rows: json.dumps(json.loads(rows.splitlines()[0]), indent=2).encode() + b"\n", no_row(1)),
+    (lambda rows: rows + b"a note of mine", no_row(3)),
+    (lambda rows: rows + b"\n", no_row(3)),
+    (lambda rows: rows + b'{"id": 1}\n', no_row(3)),
+    # two torn lines; a torn line, and a row after it
+    (lambda rows: rows + b'{"id": "batch_req_c", "cus\n{"id": "batch_req_d", "c', no_row(3)),
+    (lambda rows: rows + b'{"id": "batch_req_c", "cus' + WHOLE, no_row(3)),
+    (lambda rows: rows + b"[" * 100_000 + b"\n", no_row(3)),
+    (lambda rows: rows + b'{"n": ' + b"9" * 5000 + b"}\n", no_row(3)),
+    (lambda rows: rows + WHOLE.replace(b'"c"', b"true"), no_row(3)),
+    (lambda rows: rows[:-1] + WHOLE, no_row(2)),  # two rows on a line
+    (lambda rows: rows + data("a"), 'line 3 is a second row of custom_id "a"; remove one'),
+    (lambda rows: rows + 2 * NAMELESS, "line 4 is a second row of input line 7; remove one"),
 ]
 
 
-@pytest.mark.parametrize(("change", "number"), NO_ROWS)
-def test_what_is_no_row_is_never_cut(tmp_path, change, number):
+@pytest.mark.parametrize(("change", "said"), NO_ROWS)
+def test_what_is_no_row_is_never_cut(tmp_path, change, said):
     path = tmp_path / "out.jsonl"
     path.write_bytes(change(begin(path, "a", "b")))
     before = path.read_bytes(), manifest_path(path).read_bytes()
-    with pytest.raises(UsageError, match=rf"out\.jsonl: line {number} is no row of a job"):
+    with pytest.raises(UsageError, match=rf"out\.jsonl: {said}"):
         begin(path)
     assert before == (path.read_bytes(), manifest_path(path).read_bytes())
-
-
-def test_a_second_row_of_a_line_is_refused(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with open_journal(path, SETTINGS) as journal:
-        journal.append(row("a"))
-        journal.append(row("c", custom_id=None, error={"line": 7}))
-    first, second = path.read_bytes().splitlines(keepends=True)
-    for again, words in ((first, r"custom_id \"a\""), (second, "input line 7")):
-        path.write_bytes(first + second + again)
-        with pytest.raises(UsageError, match=f"line 3 is a second row of {words}; remove one"):
-            begin(path)
 
 
 def test_a_refused_job_leaves_its_output_as_it_was(tmp_path):

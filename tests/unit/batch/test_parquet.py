@@ -35,8 +35,9 @@ TURN = {"role": "user", "content": "Hi", "name": None}
     ],
 )
 def test_a_value_has_the_form_that_json_has_for_it(tmp_path, name, column, values):
-    parquet.write_table(pyarrow.table({name: column}), tmp_path / "in.parquet")
-    lines = list(read_lines(tmp_path / "in.parquet"))
+    """A file is told by its content: its name has no suffix."""
+    parquet.write_table(pyarrow.table({name: column}), tmp_path / "in")
+    lines = list(read_lines(tmp_path / "in"))
     assert [line.number for line in lines] == list(range(1, len(values) + 1))
     assert repr([json.loads(line.data or b"")[name] for line in lines]) == repr(values)  # 3 is not 3.0
 

@@ -58,7 +58,6 @@ def test_a_terminal_without_the_letter_gets_its_escape(tmp_path):
 
 
 def test_a_reader_that_has_enough_hears_no_complaint():
-    code, out, err = shell(
-        'set -o pipefail; "$@" | head -c 1', "-p", "It was", "--max-tokens", "9", wait="time.sleep(0.1)"
-    )
+    piped = 'set -o pipefail; "$@" | head -c 1'
+    code, out, err = shell(piped, "-p", "It was", "--max-tokens", "9", wait="time.sleep(0.1)")
     assert (code, out, err) == (command.READER_GONE, b" ", "")

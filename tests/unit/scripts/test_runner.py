@@ -146,12 +146,8 @@ def test_arms_that_are_timed_take_turns_and_are_compared_round_by_round(text):
 
         yield Group(arms={name: lambda name=name: start(name) for name in ("off", "on")}, baseline="off", rounds=3)
 
-    timed = Experiment(
-        question="?",
-        settings=Settings,
-        groups=groups,
-        figures={"seconds": Figure(header="s", against="ratio")},
-    )
+    figures = {"seconds": Figure(header="s", against="ratio")}
+    timed = Experiment(question="?", settings=Settings, groups=groups, figures=figures)
     arms = runner.run("timed", timed, Settings(text=text), None, lambda line: None)["groups"][0]["arms"]
     assert order == ["off", "on", "on", "off", "off", "on", "on", "off"]
     assert arms["off"]["rows"]["seconds"] == [4.0, 5.0, 8.0] and arms["on"]["rows"]["seconds"] == [3.0, 6.0, 7.0]
