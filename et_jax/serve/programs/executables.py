@@ -183,8 +183,10 @@ def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: fl
     if program is None or unloaded is None or compiled._params.const_args or unloaded.host_callbacks:
         return  # a program that JAX does not cache, or with constants or host callbacks
     information = jax.tree.leaves(compiled.args_info)
+    digest = preload.digest_of(program)
+    preload.use(names[-1], digest, len(program))
     with io.BytesIO() as file:
-        _Pickler(file, names[-1], preload.digest_of(program)).dump((unloaded, information, compiled.out_tree, seconds))
+        _Pickler(file, names[-1], digest).dump((unloaded, information, compiled.out_tree, seconds))
         calls.put(wanted.key, file.getvalue())
 
 

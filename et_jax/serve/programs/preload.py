@@ -1,13 +1,12 @@
 """Loads programs while the weights are read that determine which ones they are.
 
 A program's key has the shapes of the weights, and a large program takes as long to load as they do to read. So a start
-notes the programs that took long to load, and the next start with the same settings begins with these.
+notes its large programs, and the next start with the same settings begins with these.
 """
 
 import hashlib
 import json
 import threading
-import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,11 +18,11 @@ from et_jax.serve.programs import store as program_store
 from et_jax.serve.programs.key import start_key
 from et_jax.serve.programs.store import ProgramStore
 
-_LONG = 0.2  # seconds
+_LARGE = 2**18  # bytes, compressed: a program of 1.7 MB takes two seconds to load on a CPU
 _Name = tuple[str, str]  # of a program in JAX's cache, and its digest
 _lock = threading.Lock()
 _begun: dict[_Name, Future[Any]] = {}
-_long: list[_Name] = []
+_used: list[_Name] = []
 
 
 class GoneError(Exception):
@@ -37,19 +36,22 @@ def digest_of(program: bytes) -> bytes:
 
 def program(store: ProgramStore, name: str, digest: bytes, device: Any) -> Any:
     """Return a program that is loaded, or has been since `begin`. Raises GoneError if it is not stored."""
-    wanted = name, digest.hex()
     with _lock:
-        begun = _begun.pop(wanted, None) if device == jax.local_devices()[0] else None
-    began = time.monotonic()
-    found = begun.result() if begun is not None else _loaded(store, name, digest, device)
-    if begun is not None or time.monotonic() - began > _LONG:
-        _long.append(wanted)
+        begun = _begun.pop((name, digest.hex()), None) if device == jax.local_devices()[0] else None
+    found, size = _loaded(store, name, digest, device) if begun is None else begun.result()
+    use(name, digest, size)
     return found
+
+
+def use(name: str, digest: bytes, size: int) -> None:
+    """Count a stored program of `size` bytes as one that this start uses."""
+    if size >= _LARGE:
+        _used.append((name, digest.hex()))
 
 
 def begin(settings: Any) -> None:
     """Begin to load the programs that the last start with these settings of the engine noted, in another thread."""
-    _long.clear()
+    _used.clear()
     for name, digest in _noted(settings):
         device = jax.local_devices()[0]
         store = program_store.of_jax(device.client)
@@ -60,13 +62,13 @@ def begin(settings: Any) -> None:
 
 
 def end(settings: Any) -> None:
-    """Note the programs that took long to load since `begin`, and drop those that it loaded in vain."""
+    """Note the large programs that were used since `begin`, and drop those that it loaded in vain."""
     with _lock:
         _begun.clear()
     calls = _notes()
     key = None if calls is None else start_key(settings)
-    if calls is not None and key is not None and _long and _long != _noted(settings):
-        calls.put(key, json.dumps(_long).encode())
+    if calls is not None and key is not None and sorted(_used) != _noted(settings):
+        calls.put(key, json.dumps(sorted(_used)).encode())
 
 
 def _noted(settings: Any) -> list[_Name]:
@@ -82,10 +84,11 @@ def _notes() -> ProgramStore | None:
     return None if store is None else store.calls()
 
 
-def _loaded(store: ProgramStore, name: str, digest: bytes, device: Any) -> Any:
+def _loaded(store: ProgramStore, name: str, digest: bytes, device: Any) -> tuple[Any, int]:
+    """Return a program and the bytes that store it."""
     program = store.get(name)
     if program is None or digest_of(program) != digest:
         raise GoneError
     serialized = compilation_cache.decompress_executable(program)
     executable, _ = compilation_cache.extract_executable_and_time(serialized)
-    return device.client.deserialize_executable(executable, executable_devices=(device,))
+    return device.client.deserialize_executable(executable, executable_devices=(device,)), len(program)

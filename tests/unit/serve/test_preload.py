@@ -15,7 +15,7 @@ from et_jax.serve.programs.executables import CachedProgram
 
 def test_a_start_begins_with_the_programs_that_the_last_one_noted(unset, tmp_path, monkeypatch):
     monkeypatch.setattr(own_sources, "IMPORTED", time.time() + 1e6)
-    monkeypatch.setattr(preload, "_LONG", 0.0)
+    monkeypatch.setattr(preload, "_LARGE", 0)
     assert compilation.cache_programs(tmp_path / "programs") is None
     loaded, load = [], preload._loaded
     monkeypatch.setattr(preload, "_loaded", lambda *given: (loaded.append(given[1]), load(*given))[1])
@@ -31,12 +31,12 @@ def test_a_start_begins_with_the_programs_that_the_last_one_noted(unset, tmp_pat
         preload.end(settings)
         return begun, [*loaded], np.asarray(found).tobytes()
 
-    settings = EngineConfig(name="bundled-small")
-    first, second, third = start(settings), start(settings), start(settings)
-    assert first[2] == second[2] == third[2]
-    assert first[:2] == (0, [])  # compiled
-    assert second[0] == 0 and len(second[1]) == 1
-    assert third[0] == 1 and third[1] == second[1]  # loaded once, ahead
-    assert start(EngineConfig(name="bundled"))[0] == 0
-    assert start(settings)[0] == 1
+    settings, other = EngineConfig(name="bundled-small"), EngineConfig(name="bundled")
+    compiled, again = start(settings), start(settings)
+    assert compiled[:2] == (0, [])
+    assert again[0] == len(again[1]) == 1 and again[2] == compiled[2]  # loaded once, ahead
+    assert [start(each)[0] for each in (other, settings, other)] == [0, 1, 1]
+    preload.begin(settings)
+    preload.end(settings)  # it used nothing
+    assert start(settings)[0] == 0
     own_sources.digest.cache_clear()
