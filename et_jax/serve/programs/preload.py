@@ -6,7 +6,6 @@ notes its large programs, and the next start with the same settings begins with 
 
 import hashlib
 import json
-import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +19,6 @@ from et_jax.serve.programs.store import ProgramStore
 
 _LARGE = 2**18  # bytes, compressed: a program of 1.7 MB takes two seconds to load on a CPU
 _Name = tuple[str, str]  # of a program in JAX's cache, and its digest
-_lock = threading.Lock()
 _begun: dict[_Name, Future[Any]] = {}
 _used: list[_Name] = []
 
@@ -36,8 +34,7 @@ def digest_of(program: bytes) -> bytes:
 
 def program(store: ProgramStore, name: str, digest: bytes, device: Any) -> Any:
     """Return a program that is loaded, or has been since `begin`. Raises GoneError if it is not stored."""
-    with _lock:
-        begun = _begun.pop((name, digest.hex()), None) if device == jax.local_devices()[0] else None
+    begun = _begun.pop((name, digest.hex()), None) if device == jax.local_devices()[0] else None
     found, size = _loaded(store, name, digest, device) if begun is None else begun.result()
     use(name, digest, size)
     return found
@@ -50,7 +47,7 @@ def use(name: str, digest: bytes, size: int) -> None:
 
 
 def begin(settings: Any) -> None:
-    """Begin to load the programs that the last start with these settings of the engine noted, in another thread."""
+    """Begin to load the programs that the last start with these settings of the engine noted, in other threads."""
     _used.clear()
     for name, digest in _noted(settings):
         device = jax.local_devices()[0]
@@ -63,8 +60,7 @@ def begin(settings: Any) -> None:
 
 def end(settings: Any) -> None:
     """Note the large programs that were used since `begin`, and drop those that it loaded in vain."""
-    with _lock:
-        _begun.clear()
+    _begun.clear()
     calls = _notes()
     key = None if calls is None else start_key(settings)
     if calls is not None and key is not None and sorted(_used) != _noted(settings):
