@@ -170,7 +170,7 @@ class _Unpickler(serialize_executable._JaxPjrtUnpickler):
             return super().persistent_load(pid)
         _, name, digest = pid
         [device] = self.execution_devices
-        return preload.program(self._store, name, digest, device)
+        return preload.load(self._store, name, digest, device)
 
 
 def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: float, names: list[str]) -> None:
@@ -184,7 +184,7 @@ def _store_call(calls: ProgramStore, wanted: _Wanted, compiled: Any, seconds: fl
         return  # a program that JAX does not cache, or with constants or host callbacks
     information = jax.tree.leaves(compiled.args_info)
     digest = preload.digest_of(program)
-    preload.use(names[-1], digest, len(program))
+    preload.count_used(names[-1], digest, len(program))
     with io.BytesIO() as file:
         _Pickler(file, names[-1], digest).dump((unloaded, information, compiled.out_tree, seconds))
         calls.put(wanted.key, file.getvalue())

@@ -32,15 +32,15 @@ def digest_of(program: bytes) -> bytes:
     return hashlib.blake2b(program, digest_size=32).digest()
 
 
-def program(store: ProgramStore, name: str, digest: bytes, device: Any) -> Any:
+def load(store: ProgramStore, name: str, digest: bytes, device: Any) -> Any:
     """Return a program that is loaded, or has been since `begin`. Raises GoneError if it is not stored."""
     begun = _begun.pop((name, digest.hex()), None) if device == jax.local_devices()[0] else None
-    found, size = _loaded(store, name, digest, device) if begun is None else begun.result()
-    use(name, digest, size)
+    found, size = _read(store, name, digest, device) if begun is None else begun.result()
+    count_used(name, digest, size)
     return found
 
 
-def use(name: str, digest: bytes, size: int) -> None:
+def count_used(name: str, digest: bytes, size: int) -> None:
     """Count a stored program of `size` bytes as one that this start uses."""
     if size >= _LARGE:
         _used.append((name, digest.hex()))
@@ -54,7 +54,7 @@ def begin(settings: Any) -> None:
         store = program_store.of_jax(device.client)
         assert store is not None  # that has the note
         beside = later.worker(lasting=False)
-        _begun[name, digest] = beside.submit(_loaded, store, name, bytes.fromhex(digest), device)
+        _begun[name, digest] = beside.submit(_read, store, name, bytes.fromhex(digest), device)
         beside.shutdown(wait=False)
 
 
@@ -80,7 +80,7 @@ def _notes() -> ProgramStore | None:
     return None if store is None else store.calls()
 
 
-def _loaded(store: ProgramStore, name: str, digest: bytes, device: Any) -> tuple[Any, int]:
+def _read(store: ProgramStore, name: str, digest: bytes, device: Any) -> tuple[Any, int]:
     """Return a program and the bytes that store it."""
     program = store.get(name)
     if program is None or digest_of(program) != digest:

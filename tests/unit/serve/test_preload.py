@@ -17,8 +17,8 @@ def test_a_start_begins_with_the_programs_that_the_last_one_noted(unset, tmp_pat
     monkeypatch.setattr(own_sources, "IMPORTED", time.time() + 1e6)
     monkeypatch.setattr(preload, "_LARGE", 0)
     assert compilation.cache_programs(tmp_path / "programs") is None
-    loaded, load = [], preload._loaded
-    monkeypatch.setattr(preload, "_loaded", lambda *given: (loaded.append(given[1]), load(*given))[1])
+    loaded, read = [], preload._read
+    monkeypatch.setattr(preload, "_read", lambda *given: (loaded.append(given[1]), read(*given))[1])
     numbers = jax.device_put(np.linspace(-2.0, 3.0, 8, dtype=np.float32), jax.devices()[0])
 
     def start(settings: EngineConfig) -> tuple[int, list[str], bytes]:
