@@ -1,9 +1,9 @@
 """What do drafts save of a model's time on a text, and how many are accepted?
 
-Prompts were written down before any figure: greedily those that ask for copies and for summaries, freely, at
-temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room for the
-tokens alone, greedily. Every text with drafts is checked to be the plain one. Prompts are cached by the time that
-texts are timed.
+Prompts were written down before any figure: greedily those that ask for copies, for summaries and for code, and chats;
+freely, at temperature 0.7, the openings of stories. Those `of nearly its context` are windows of a text that leave room
+for the tokens alone, greedily. Every text with drafts is checked to be the plain one. Prompts are cached by the time
+that texts are timed.
 """
 
 import json
@@ -29,7 +29,7 @@ class Settings(Base):
     """Flags of the experiment."""
 
     model: str = experiment.model()
-    small: str = experiment.model("bundled-small")
+    small: str = setting("bundled-small", "a smaller model that drafts, or none")
     shares: tuple[float, ...] = setting(
         (0.04, 0.08, 0.15), "of blocks, that the model's own drafts read", least=0.01, most=1.0, quick=(0.5,)
     )
@@ -59,7 +59,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each prompt."""
     drafters: dict[str, dict[str, Any]] = {
         "lookup": {"draft": "lookup"},
-        "small model": {"draft": settings.small},
+        **({} if settings.small == "none" else {"small model": {"draft": settings.small}}),
         **{f"self, {share:g} of the blocks": {"draft": "self", "draft_share": share} for share in settings.shares},
     }
     plain = load(settings.model, max_num_seqs=1)
