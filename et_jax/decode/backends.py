@@ -42,11 +42,13 @@ def scoring_backend(
 def left_to_xla(
     model: ModelShape, page_size: int, num_blocks: int, needs: frozenset[str], selector: Selector
 ) -> dict[str, tuple[str, ...]]:
-    """Return the operations of a selector that XLA runs between kernels on a GPU, by the reason why no kernel does.
+    """Return the operations of a selector that XLA runs between kernels, by the reason why no kernel does.
 
-    Empty for a CPU or a TPU, where XLA runs all of them. "all" stands for all operations.
+    Empty for a CPU, where XLA runs all of them. "all" stands for all operations. On a TPU XLA also runs what is of a
+    size that kernels do not support, and summarises the last page, which is not named.
     """
-    if selector.reads_all or platform() != "gpu":
+    chip = platform()
+    if selector.reads_all or chip == "cpu":
         return {}
     found: dict[str, tuple[str, ...]] = {}
     layer = LayerKind(page_size=page_size, window=None, soft_cap=model.softmax(0).soft_cap)
@@ -66,7 +68,7 @@ def left_to_xla(
         )
         numbers = jax.tree.map(lambda number: PerRow(array=jnp.full(1, number)), selector)
         try:
-            found.update(operations_by_xla(partial(selection_of, layer, None), (numbers, inputs)))
+            found.update(operations_by_xla(partial(selection_of, layer, None), (numbers, inputs), chip))
         except NotImplementedError as error:
             found[str(error)] = ("all",)
 

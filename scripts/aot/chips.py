@@ -225,8 +225,10 @@ KERNELS = {
     "drafts": 21,
     "turns": 20,
 }
-# Of these, loops and conditionals: a loop over the experts that the tokens of a step were sent to, in each layer of a
-# pattern that repeats.
+# The same on a TPU v5e, for presets that select blocks: operations, of which one summarises pages if any is full.
+TPU_KERNELS = {"adaptive": 128, "last masses": 143, "compressed": 122}
+# Of those of an H200, loops and conditionals: a loop over the experts that the tokens of a step were sent to, in each
+# layer of a pattern that repeats.
 CONTROL = {
     **dict.fromkeys(("qwen3_30b_a3b, 48 layers", "qwen3_30b_a3b", "mixtral_8x7b"), 1),
     **dict.fromkeys(("gpt_oss_20b, 24 layers", "gpt_oss_20b W8A8, 24 layers"), 2),

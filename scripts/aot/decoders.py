@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from aot.chips import CHIPS, CONTROL, DECODINGS, HOPPER, KERNELS, Chip, Decoding
+from aot.chips import CHIPS, CONTROL, DECODINGS, HOPPER, KERNELS, TPU_KERNELS, V5E, Chip, Decoding
 from aot.programs import Lowering, Program, by_path, device_of, lower_for, on_device, traced_for
 from jax.sharding import Mesh
 
@@ -62,9 +62,12 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in config.models)
     lowering = function_program(function, config, weights_on(weights, device), device)
     loops = any(stack.depth > 1 for stack in stacks_of(config.model, config.stacked))
-    counted = chip.name == HOPPER and function == "decode" and loops
+    counts = {}
+    if function == "decode" and loops and chip.name == HOPPER:
+        counts = {"kernels": KERNELS.get(decoding.name, 0), "control": CONTROL.get(decoding.name, 0)}
+    elif function == "decode" and chip.name == V5E and decoding.name in TPU_KERNELS:
+        counts = {"kernels": TPU_KERNELS[decoding.name], "control": 1}
     with traced_for(device):
-        counts = {"kernels": KERNELS.get(decoding.name, 0), "control": CONTROL.get(decoding.name, 0)} if counted else {}
         return dataclasses.replace(lowering, on_chip=served(config, backend), **counts)
 
 

@@ -1,7 +1,8 @@
-"""Kernels that a GPU launches for one layer of a model, counted in the compiled text of a program: no GPU is needed.
+"""Kernels that a chip runs for one layer of a model, counted in the compiled text of a program: no chip is needed.
 
 A launch within a loop of XLA takes one to three microseconds of a GPU whatever it does, so where a step is short the
-launches of a layer decide its time. A loop or a condition in a layer makes the host wait, for about 100 microseconds.
+launches of a layer decide its time. A loop or a condition in a layer makes the host wait, for about 100 microseconds. A
+TPU launches nothing and has no host in a loop, but starts every operation anew too.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import re
 NO_KERNEL = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
 CONTROL = {"while", "conditional"}
 OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*? (?P<op>[a-z][\w-]*)\(")
-COUNTED_LOOP = re.compile(r' while\(.*body=%?(?P<body>[\w.-]+).*"known_trip_count":')
+LOOP = re.compile(r' while\(.*body=%?(?P<body>[\w.-]+)(?P<counted>.*"known_trip_count":)?')
 CALLED = re.compile(r"to_apply=%?([\w.-]+)")
 SCOPE = re.compile(r'op_name="([^"]*)"')
 LAYER = re.compile(r"/layer_(\d+)(?=/|$)")  # the scope in which `models.transformer.forward` runs a layer
@@ -45,19 +46,24 @@ class Launches:
         return found
 
 
-def launches(text: str) -> Launches | None:
+def launches(text: str, counted_loops: bool = True) -> Launches | None:
     """Return what a layer launches, in that loop over layers of a compiled program whose layers launch most.
 
     A loop over layers runs a known number of times, is in no layer itself, and has layers in its body. Where the body
     holds several layers (a pattern that repeats), their launches are divided by their number, and rounded up. None is
-    returned for a program in which no loop runs layers.
+    returned for a program in which no loop runs layers. Without `counted_loops` the innermost loop that has layers is
+    taken: a text for a TPU says of no loop how often it runs.
     """
     computations = computations_of(text)
-    loops = [found for lines in computations.values() for line in lines if (found := COUNTED_LOOP.search(line))]
+    loops = [found for lines in computations.values() for line in lines if (found := LOOP.search(line))]
+    loops = [found for found in loops if found["counted"] or not counted_loops]
     outside = {found["body"]: _scope(found.string) for found in loops if not LAYER.search(_scope(found.string))}
     counted = {body: one for body in outside if (one := _of_layer(computations, body)) is not None}
     if not counted:
         return None
+    if not counted_loops:
+        within = {body: _loops_in(computations, body) for body in counted}
+        counted = {body: one for body, one in counted.items() if not within[body] & counted.keys()}
     most = max(counted, key=lambda body: (counted[body].kernels, counted[body].control))
     others = [body for body, scope in outside.items() if body not in counted and scope == outside[most]]
     beside = sum(len(kernels_of(computations, body)) for body in others)
@@ -94,6 +100,11 @@ def kernels_of(computations: dict[str, list[str]], name: str) -> list[str]:
         elif matched["op"] not in NO_KERNEL and not matched["op"].endswith(("-done", "-update")):
             found.append(matched["op"])
     return found
+
+
+def _loops_in(computations: dict[str, list[str]], body: str) -> set[str]:
+    """Return the bodies of the loops within a body."""
+    return {found["body"] for line in computations[body] if (found := LOOP.search(line))}
 
 
 def _of_layer(computations: dict[str, list[str]], body: str) -> Launches | None:

@@ -1,10 +1,13 @@
 """One function for every row and KV head, by kernels as by `vmap`, in a pool of several layers; selectors above all."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import BLOCK, CODE
+from jax.experimental.pallas import tpu as pltpu
 from ladder import taken
 
 from et_jax.control.bisect import above_threshold
@@ -14,14 +17,22 @@ from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWin
 from et_jax.control.select import PerHead as ToleranceOfHeads
 from et_jax.control.selector import as_selector
 from et_jax.decode.attention.blocks import LayerKind
-from et_jax.decode.attention.selection import Fallback, SelectorInputs, selected_blocks, selection_of
+from et_jax.decode.attention.selection import (
+    Fallback,
+    SelectorInputs,
+    moved_to_list,
+    placed_in_list,
+    selected_blocks,
+    selection_of,
+)
 from et_jax.decode.attention.summaries import summarised, summarised_by_kernel
 from et_jax.decode.cache import kv
 from et_jax.pallas.block_scores import gpu as scores_gpu
-from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, per_head
+from et_jax.pallas.per_head import Listed, Pages, PerHead, PerQuery, PerRow, Placed, gpu, per_head, tpu
 from et_jax.pallas.per_head.api import by_vmap
 from et_jax.pallas.per_head.gpu import by_kernels
 from et_jax.pallas.per_head.traced import left_to_xla
+from et_jax.pallas.store_rows import store_rows
 from et_jax.softmax import capped
 from et_jax.sums import softmax, total_where
 from et_jax.types import replace
@@ -60,11 +71,12 @@ def cut(score, length, value, listed, share):
     return {"opened": opened, "list": Placed(array=block, place=place), "listed": listed, "count": before[-1]}
 
 
-@pytest.mark.parametrize("group", [4, 3])
-def test_kernels_make_of_every_row_and_head_what_vmap_makes(group):
+@pytest.mark.parametrize(("chip", "group"), [(gpu, 4), (gpu, 3), (tpu, 3)])
+def test_kernels_make_of_every_row_and_head_what_vmap_makes(chip, group):
     inputs = given(group)
-    expected, found = by_vmap(cut, inputs), by_kernels(cut, inputs, interpret=True)
-    assert left_to_xla(cut, inputs) == {"kernels have no such operation": ("slice", "sort")}
+    expected, found = by_vmap(cut, inputs), chip.by_kernels(cut, inputs, interpret=True)
+    names = {gpu: ("slice", "sort"), tpu: ("dot_general", "sort")}
+    assert left_to_xla(cut, inputs, chip.__name__.split(".")[-1]) == {"kernels have no such operation": names[chip]}
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     order = np.take_along_axis(np.asarray(found["opened"]), np.asarray(found["list"]), axis=-1)
     assert (np.diff(order.astype(int), axis=-1) <= 0).all() and 0.1 < order.mean() < 0.9  # the opened ones come first
@@ -74,7 +86,7 @@ def test_a_sum_over_query_heads_is_refused_where_a_kernel_repeats_one():
     with pytest.raises(NotImplementedError, match="reduce_sum over the 3 query heads"):
         by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(3), interpret=True)
     with pytest.warns(UserWarning, match="runs by XLA and not in one kernel: reduce_sum"):
-        found = per_head(lambda score, *_: jnp.sum(score, axis=0), *given(3), by_kernel=True)
+        found = per_head(lambda score, *_: jnp.sum(score, axis=0), *given(3), chip="gpu")
     np.testing.assert_allclose(found, jnp.sum(given(3)[0].array, axis=2), rtol=1e-6)
     summed = by_kernels(lambda score, *_: jnp.sum(score, axis=0), given(4), interpret=True)
     np.testing.assert_allclose(summed, jnp.sum(given(4)[0].array, axis=2), rtol=1e-6)
@@ -103,6 +115,19 @@ def test_arrays_that_registers_do_not_hold_are_added_up_in_pieces(group):
     expected, found = by_vmap(influence, inputs), by_kernels(influence, inputs, interpret=True)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chip", [gpu, tpu])
+def test_a_loop_ends_for_each_row_by_itself(chip, monkeypatch):
+    monkeypatch.setattr(tpu, "FEW", 0)
+    length = jnp.asarray([3, 0, 7], jnp.int32)
+
+    def added_up(score, length):
+        return jax.lax.while_loop(lambda x: x[0] < length, lambda x: (x[0] + 1, x[1] + x[0]), (0, 0))[1]
+
+    inputs = PerQuery(array=jnp.ones((3, HEADS, 2, BLOCKS))), PerRow(array=length)
+    found = chip.by_kernels(added_up, inputs, interpret=True)
+    np.testing.assert_array_equal(found, np.broadcast_to([[3], [0], [21]], (3, HEADS)))
 
 
 def stacked(pool):
@@ -150,7 +175,7 @@ def test_blocks_of_a_layer_are_scored_by_its_pages(operation, backend):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("run", [by_vmap, lambda function, inputs: by_kernels(function, inputs, interpret=True)])
+@pytest.mark.parametrize("run", [by_vmap, *(partial(chip.by_kernels, interpret=True) for chip in (gpu, tpu))])
 def test_a_function_receives_the_numbers_of_its_layer(run):
     *inputs, share = given(4)
     layered = replace(share, array=jnp.concatenate([0 * share.array, share.array]), layer=jnp.asarray([1], jnp.int32))
@@ -234,18 +259,19 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
 
 
 KINDS = [(None, None, 4), (37, None, 3), (None, 30.0, 2)]  # window, soft cap, query heads of a KV head
-QUICK = [("Quest", KINDS[1]), ("paper", KINDS[0]), ("codes, by head", KINDS[2])]
+QUICK = [(gpu, "Quest", KINDS[1]), (tpu, "paper", KINDS[0]), (gpu, "codes, by head", KINDS[2])]
+EVERY = [
+    *((gpu, name, kind) for name in SELECTORS for kind in KINDS),
+    *((tpu, name, KINDS[i % 3]) for i, name in enumerate(SELECTORS)),
+]
 
 
 @pytest.mark.parametrize(
-    ("draws", "name", "kind"),  # of 16 views a draw
-    [
-        *((10, *one) for one in QUICK),
-        *(pytest.param(70, name, kind, marks=pytest.mark.slow) for name in SELECTORS for kind in KINDS),
-    ],
-    ids=str,
+    ("draws", "chip", "name", "kind"),  # of 16 views a draw
+    [*((10, *one) for one in QUICK), *(pytest.param(70, *one, marks=pytest.mark.slow) for one in EVERY)],
+    ids=lambda one: str(getattr(one, "__name__", one)),
 )
-def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
+def test_a_selector_chooses_the_same_in_a_kernel(draws, chip, name, kind):
     window, soft_cap, group = kind
     layer = LayerKind(page_size=PAGE, window=window, soft_cap=soft_cap)
     numbers = jax.tree.map(lambda x: PerRow(array=jnp.full(ROWS, x)), SELECTORS[name])
@@ -256,7 +282,7 @@ def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
     @jax.jit
     def both(inputs, length, fallback):
         given = numbers, inputs, length, fallback
-        return by_kernels(chosen, given, interpret=True), by_vmap(chosen, given)
+        return chip.by_kernels(chosen, given, interpret=True), by_vmap(chosen, given)
 
     rng = np.random.default_rng(len(name))
     opened = 0.0
@@ -268,3 +294,24 @@ def test_a_selector_chooses_the_same_in_a_kernel(draws, name, kind):
         np.testing.assert_allclose(by_kernel.estimate, plain.estimate, rtol=1e-5, atol=1e-5)
         opened += float(np.mean(plain.opened)) / draws
     assert 0.02 < opened < 0.6  # on average half of the blocks are held
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 64])
+def test_opened_blocks_move_to_their_places_in_the_list(blocks):
+    rng = np.random.default_rng(blocks)
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        opened = jnp.asarray(rng.random(blocks) < share)
+        count, before = int(opened.sum()), jnp.cumsum(opened, dtype=jnp.int32)
+        placed, moved = placed_in_list(opened, before), np.asarray(moved_to_list(opened, before))
+        np.testing.assert_array_equal(moved[:count], np.flatnonzero(opened))
+        assert (moved[count:] == 0).all()
+        np.testing.assert_array_equal(np.sort(placed.place), np.arange(blocks))
+
+
+def test_rows_are_stored_at_their_pages_and_those_past_the_end_dropped():
+    rng, page = np.random.default_rng(0), jnp.asarray([3, 9, 0, 12], jnp.int32)
+    pools = [jnp.asarray(rng.normal(size=(HEADS, 9, 4 * DIM)), dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+    new = [jnp.asarray(rng.normal(size=(HEADS, 4, 4 * DIM)), pool.dtype) for pool in pools]
+    expected = [pool.at[:, page].set(rows, mode="drop") for pool, rows in zip(pools, new, strict=True)]
+    found = store_rows(pools, page, new, interpret=pltpu.InterpretParams())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

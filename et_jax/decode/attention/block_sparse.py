@@ -145,7 +145,7 @@ class BlockSparseLayer:
 
         given, with_place = (query, blocks, self.mass), self.mass is not None
         length, selector = PerRow(array=blocks.length), jax.tree.map(lambda number: PerRow(array=number), self.selector)
-        most_blocks = None if by_kernel else blocks.most_blocks
+        most_blocks = blocks.most_blocks if platform() == "cpu" else None
 
         def select(given: tuple) -> Selection:
             return per_head(partial(selection_of, layer, most_blocks), selector, known(given))

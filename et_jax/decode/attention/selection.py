@@ -278,12 +278,10 @@ def selected_blocks(
             last = unpack_blocks(fallback.last)[:num_blocks]
             opened = jnp.where(fallback.refresh > 0, opened, (last & own.readable) | own.certain)
         opened = jnp.where(fallback.long > 0, opened, own.readable)
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
     before = jnp.cumsum(opened, dtype=jnp.int32)
     return SelectedBlocks(
         mask=pack_blocks(opened),
-        # the others follow, the last first
-        listed=Placed(array=block, place=jnp.where(opened, before - 1, num_blocks - 1 - (block - before))),
+        listed=moved_to_list(opened, before) if platform() == "tpu" else placed_in_list(opened, before),
         count=jnp.sum(opened, dtype=jnp.int32),
         estimate=selected.estimate,
         upper=selected.upper,
@@ -291,3 +289,31 @@ def selected_blocks(
         place=jnp.maximum(before - 1, 0) if with_place else None,
         shares=selected.shares,
     )
+
+
+def placed_in_list(opened: Bool[Array, " n"], before: Int[Array, " n"]) -> Placed:
+    """Return the opened blocks in order; the others follow, the last first. `before` counts those up to each block."""
+    num_blocks = opened.shape[0]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    return Placed(array=block, place=jnp.where(opened, before - 1, num_blocks - 1 - (block - before)))
+
+
+def moved_to_list(opened: Bool[Array, " n"], before: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Return the opened blocks in order, then block 0, without a scatter, which a TPU's kernels lack.
+
+    Each moves down by the number of closed blocks before it, by its powers of two from the least on. None meets
+    another, because these numbers rise by less than the blocks do.
+    """
+    num_blocks = opened.shape[0]
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    left = jnp.where(opened, block + 1 - before, 0)  # how far each still moves
+    block, there = jnp.where(opened, block, 0), opened.astype(jnp.int32)
+    step = 1
+    while step < num_blocks:
+        moves = jnp.where((left & step) > 0, there, 0)
+        from_above = [jnp.pad((x * moves)[step:], (0, step)) for x in (block, left, there)]
+        block, left, there = (
+            x * (1 - moves) + above for x, above in zip((block, left, there), from_above, strict=True)
+        )
+        step *= 2
+    return block

@@ -8,6 +8,7 @@ from et_jax.decode.cache.eight_bits import scaled
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import code_rows
 from et_jax.pallas.per_head import Pages, PerHead, per_head_into
+from et_jax.pallas.store_rows import store_rows
 from et_jax.sums import total
 from et_jax.types import pytree
 
@@ -103,12 +104,13 @@ def summarised(
     fresh = summarise(tokens, jnp.full(page.shape, tokens.shape[-2], jnp.int32), head_dim)
     if codes is not None:
         codes = codes.at[:, page].set(encode(tokens[..., :head_dim], fresh.key_box), mode="drop")
-    put = in_turn if platform() == "tpu" else _together
-    return jax.tree.map(lambda pool, new: put(pool, page, new.astype(pool.dtype)), old, fresh), codes
-
-
-def _together(pool: Shaped[Array, "k p *x"], page: Int[Array, "*b"], new: Shaped[Array, "k ..."]) -> Array:
-    return pool.at[:, page].set(new, mode="drop")
+    fresh = jax.tree.map(lambda pool, new: new.astype(pool.dtype), old, fresh)
+    if platform() != "tpu":
+        return jax.tree.map(lambda pool, new: pool.at[:, page].set(new, mode="drop"), old, fresh), codes
+    rows = [x.reshape(len(x), -1, x.shape[-1]) for x in (fresh.key_box, fresh.mean)]
+    key_box, mean = store_rows([old.key_box, old.mean], page.reshape(-1), rows)
+    radius = in_turn(old.value_radius, page, fresh.value_radius)
+    return PageSummary(key_box=key_box, mean=mean, value_radius=radius), codes
 
 
 def in_turn(

@@ -155,6 +155,8 @@ def _pass_over(
     num_valid = jnp.minimum((lengths + page_size - 1) // page_size, n)
     table = page_table[:, None]
     views = [pool.swapaxes(0, 1)[None] if pool.ndim == 3 else pool for pool in pools]
+    if not interpret:  # else XLA copies a pool that has room there to vector memory, in every layer
+        views = [pltpu.with_memory_space_constraint(view, pltpu.HBM) for view in views]
 
     def row_table(ahead):
         return pl.BlockSpec((1, 1, n), lambda i, *_: (jnp.minimum(i + ahead, b - 1), 0, 0), memory_space=pltpu.SMEM)

@@ -1,4 +1,4 @@
-"""`per_head`: run a function of one row and KV head for all of them, in one kernel on a GPU."""
+"""`per_head`: run a function of one row and KV head for all of them, in one kernel on a GPU or a TPU."""
 
 import warnings
 from collections.abc import Callable
@@ -10,22 +10,23 @@ from jaxtyping import Array, Int
 
 from et_jax.pallas.backend import kernel, platform
 from et_jax.pallas.per_head.flat import MOST_NUMBERS
-from et_jax.pallas.per_head.inputs import PerRow, Placed, gathered, is_input, sizes_of
+from et_jax.pallas.per_head.inputs import PerRow, gathered, in_order, is_input, is_placed, sizes_of
 
 
-def per_head(function: Callable[..., Any], *inputs: Any, by_kernel: bool | None = None) -> Any:
+def per_head(function: Callable[..., Any], *inputs: Any, chip: str | None = None) -> Any:
     """Return the outputs of a function of one row and KV head, for every row and head, with leading axes "b k".
 
     inputs: trees whose leaves are `PerRow`, `PerHead`, `PerQuery`, `Pages` or `Listed`, with at least one `PerQuery`.
-    by_kernel: whether GPU kernels run it (`per_head.gpu`), None if it is traced for a GPU; else `vmap` does.
+    chip: whose kernels run it (`per_head.gpu`, `per_head.tpu`), None for that which it is traced for; else `vmap` does.
 
     The function receives the same trees of arrays. It may return `Placed` arrays, which are returned in order. It
-    must treat all query heads alike. Kernels repeat the last query head up to a power of two, so a function that sums
-    over another number of them has no kernel. It runs by `vmap`, with a warning.
+    must treat all query heads alike. GPU kernels repeat the last query head up to a power of two, so a function that
+    sums over another number of them has no kernel. It runs by `vmap`, with a warning.
     """
-    if platform() == "gpu" if by_kernel is None else by_kernel:
+    chip = chip or platform()
+    if chip in ("gpu", "tpu"):
         try:
-            return kernel("per_head", "gpu", "by_kernels")(function, inputs)
+            return kernel("per_head", chip, "by_kernels")(function, inputs)
         except NotImplementedError as reason:
             warnings.warn(f"A function of rows and KV heads runs by XLA and not in one kernel: {reason}.", stacklevel=2)
     return by_vmap(function, inputs)
@@ -39,7 +40,7 @@ def by_vmap(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
     over_heads = [None if isinstance(leaf, PerRow) else 0 for leaf in leaves]
 
     def of_leaves(*arrays: Array) -> Any:
-        return jax.tree.map(_in_order, function(*jax.tree.unflatten(tree, arrays)), is_leaf=_is_placed)
+        return jax.tree.map(in_order, function(*jax.tree.unflatten(tree, arrays)), is_leaf=is_placed)
 
     return jax.vmap(jax.vmap(of_leaves, in_axes=over_heads, axis_size=heads))(*arrays)
 
@@ -65,11 +66,3 @@ def per_head_into(
     as in `Pages`.
     """
     return kernel("per_head", "gpu", "into_pools")(function, pools, page, turn, depth, inputs, interpret)
-
-
-def _is_placed(x: Any) -> bool:
-    return isinstance(x, Placed)
-
-
-def _in_order(x: Any) -> Any:
-    return jnp.zeros_like(x.array).at[x.place].set(x.array) if _is_placed(x) else x

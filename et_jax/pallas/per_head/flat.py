@@ -18,7 +18,7 @@ _OPERATIONS = """
     shift_right_arithmetic shift_right_logical sign sin sqrt square squeeze sub tanh transpose while xor
 """
 IN_KERNELS = frozenset(_OPERATIONS.split())
-KERNEL = "triton"  # the platform that `platform_dependent` sees in a kernel
+GPU, TPU = "triton", "tpu"  # the platforms that `platform_dependent` sees in kernels
 MOST_NUMBERS = 2**15  # of an array in a kernel: 128 kB of a multiprocessor's 256 kB of registers
 
 
@@ -69,9 +69,9 @@ def _operation(eqn: Any, values: list[Any], platform: str) -> Sequence[Any]:
         return [lax.ne(found, lax.full_like(found, 0))]
     if name == "while":
         return _loop(params, values, platform)
-    if name == "dot_general" and platform == KERNEL and _is_small(params, *values):
+    if name == "dot_general" and platform == GPU and _is_small(params, *values):
         return [_products(params, *values)]
-    if name == "round" and platform == KERNEL:
+    if name == "round" and platform == GPU:
         return [_rounded(values[0])]
     found = eqn.primitive.bind(*values, **params)
     return found if eqn.primitive.multiple_results else [found]

@@ -1,9 +1,8 @@
 """`per_head` on a GPU: a Pallas kernel by Triton, one program for each row and KV head.
 
-The function is traced for one row and head, and its operations are split into stages. Supported operations form one
-kernel: on arrays that fit in registers, and on larger ones, such as one with a number for every block and channel,
-that are summed in pieces (`pieces`). XLA runs the rest, such as sorts, for all rows and heads. If kernels run before
-and after XLA, the second recomputes the results of the first instead of reading them.
+The function is traced for one row and head, and its operations are split into `stages`. Kernels run supported
+operations on arrays that fit in registers, and on larger ones, such as one with a number for every block and channel,
+that are summed in pieces (`pieces`).
 """
 
 import math
@@ -18,12 +17,12 @@ from jax.extend import core
 from jaxtyping import Array, Int
 
 from et_jax.pallas.per_head.flat import MOST_NUMBERS
-from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, gathered, is_input, sizes_of
-from et_jax.pallas.per_head.pieces import evaluated, is_large, results, variables
-from et_jax.pallas.per_head.traced import OVER_ALL, Function, needed, power_of_two, traced_for, why_not
+from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, is_input, sizes_of
+from et_jax.pallas.per_head.pieces import evaluated, is_large, variables
+from et_jax.pallas.per_head.stages import run_stages
+from et_jax.pallas.per_head.traced import power_of_two, traced_for, why_not
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # numbers of the largest array per warp
-OVER_BLOCKS = (*OVER_ALL, "reduce_max", "reduce_min", "while")  # operations that XLA does not fuse with later ones
 
 
 def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret: bool = False) -> Any:
@@ -34,87 +33,17 @@ def by_kernels(function: Callable[..., Any], inputs: tuple[Any, ...], interpret:
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     _, _, group = sizes_of(leaves)
     traced = traced_for(function, tree, leaves)
-    found = _run(traced, leaves, interpret)
+    by_query = {var for (var, _), axis in zip(traced.outputs, traced.axes, strict=True) if axis == 0}
+
+    def by_kernel(eqns: list[Any], given: dict[Any, Input], exports: list[Any], places: list[Any]) -> dict[Any, Input]:
+        return _by_kernel(eqns, given, exports, places, by_query, leaves, interpret)
+
+    found = run_stages(traced, leaves, by_kernel)
     cut = [
         x if axis is None or x.shape[2 + axis] == group else jax.lax.slice_in_dim(x, 0, group, axis=2 + axis)
         for x, axis in zip(found, traced.axes, strict=True)
     ]
     return jax.tree.unflatten(traced.tree, cut)
-
-
-def _run(traced: Function, leaves: list[Input], interpret: bool) -> list[Array]:
-    """Return the outputs for all rows and heads: XLA and kernels alternate, each running all operations it can."""
-    eqns = traced.eqns
-    maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
-    kernel = [reason is None for reason in traced.reasons]
-    waited: list[bool] = []  # per operation: a kernel runs it, and XLA reads its result instead of recomputing it
-    turn: list[int] = []
-    for i, eqn in enumerate(eqns):
-        before = [maker[var] for var in variables(eqn) if var in maker]
-        waited.append(kernel[i] and (eqn.primitive.name in OVER_BLOCKS or any(waited[j] for j in before)))
-        turn.append(max((turn[j] + (waited[j] and not kernel[i]) for j in before), default=0))
-
-    loaded: dict[Any, Input] = dict(zip(traced.jaxpr.invars, leaves, strict=True))  # what a kernel may load
-    stored: dict[Any, Input] = {}  # by a kernel, for XLA: another kernel recomputes it
-    places = {var: place for var, place in traced.outputs if place is not None}
-    by_query = {var for (var, _), axis in zip(traced.outputs, traced.axes, strict=True) if axis == 0}
-    end = {}  # the stage of every output, by which its places are known
-    for var, place in traced.outputs:
-        end[var] = max((turn[maker[one]] for one in (var, place) if one in maker), default=0)
-    for now in range(max(turn, default=0) + 1):
-        for by_kernel in (False, True):
-            wanted = {var for i, eqn in enumerate(eqns) if not (kernel[i] and by_kernel) for var in variables(eqn)}
-            exports = [
-                var
-                for var, i in maker.items()
-                if kernel[i] == by_kernel
-                and (end[var] == now if var in end else turn[i] == now and var in wanted and waited[i] == by_kernel)
-            ]
-            if not exports:
-                continue
-            if by_kernel:
-                at = [places.get(var) for var in exports]
-                part, begin = needed(eqns, [*exports, *filter(None, at)], loaded)
-                given = {var: loaded[var] for var in begin}
-                stored |= _by_kernel(part, given, exports, at, by_query, leaves, interpret)
-            else:
-                part, begin = needed(eqns, exports, loaded | stored)
-                loaded |= _by_xla(part, {var: (loaded | stored)[var] for var in begin}, exports, leaves)
-    found = loaded | stored
-    return [gathered(found[var]) for var, _ in traced.outputs]
-
-
-def _evaluated(eqns: list[Any], known: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the values of all variables after these operations."""
-    known = dict(known)
-    for eqn in eqns:
-        known |= results(eqn, known)
-    return known
-
-
-def _by_xla(eqns: list[Any], given: dict[Any, Input], exports: list[Any], leaves: list[Input]) -> dict[Any, Input]:
-    """Return the results of these operations by XLA for all rows and heads."""
-    batch, heads, _ = sizes_of(leaves)
-    over_heads = [None if isinstance(leaf, PerRow) else 0 for leaf in given.values()]
-
-    def of_one(*arrays: Array) -> list[Array]:
-        known = _evaluated(eqns, dict(zip(given, arrays, strict=True)))
-        return [known[var] for var in exports]
-
-    of_row = jax.vmap(of_one, in_axes=over_heads, axis_size=heads)
-    arrays = [_padded(gathered(leaf), var, leaf) for var, leaf in given.items()]
-    arrays = [jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in arrays]
-    made = jax.vmap(of_row, axis_size=batch)(*arrays)
-    return {var: PerHead(array=array) for var, array in zip(exports, made, strict=True)}
-
-
-def _padded(array: Array, var: Any, leaf: Input) -> Array:
-    """Return an array with its last query head repeated up to the number that the function is traced for."""
-    if not isinstance(leaf, PerQuery | Listed):
-        return array
-    widths = [(0, 0)] * array.ndim
-    widths[2] = (0, var.aval.shape[0] - array.shape[2])
-    return jnp.pad(array, widths, mode="edge")
 
 
 def _by_kernel(

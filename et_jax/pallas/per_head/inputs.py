@@ -70,7 +70,17 @@ class Placed:
     place: Int[Array, "*b n"]
 
 
+def in_order(x: Any) -> Any:
+    """Return the values of a `Placed` output at their places, any other output as it is."""
+    return jnp.zeros_like(x.array).at[x.place].set(x.array) if isinstance(x, Placed) else x
+
+
 Input = PerRow | PerHead | PerQuery | Pages | Listed
+
+
+def is_placed(x: Any) -> bool:
+    """Return whether a node of a tree is a permuted output."""
+    return isinstance(x, Placed)
 
 
 def is_input(x: Any) -> bool:

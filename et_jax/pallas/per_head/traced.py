@@ -1,4 +1,4 @@
-"""A function traced for one row and KV head, and which of its operations run in a GPU kernel."""
+"""A function traced for one row and KV head, and which of its operations run in a kernel."""
 
 import dataclasses
 import math
@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from et_jax.pallas.per_head.flat import IN_KERNELS, KERNEL, MOST_NUMBERS, flat, operations
+from et_jax.pallas.per_head import lifted
+from et_jax.pallas.per_head.flat import GPU, IN_KERNELS, MOST_NUMBERS, TPU, flat, operations
 from et_jax.pallas.per_head.inputs import Input, Listed, Pages, PerHead, PerQuery, PerRow, Placed, is_input, sizes_of
 from et_jax.pallas.per_head.pieces import in_pieces, variables
 
@@ -21,14 +22,17 @@ MARKED = 11  # query heads of a second trace, which shows the axes of query head
 class Function:
     """A function of one row and head, with its inputs in order.
 
-    jaxpr: flat, without constants. outputs: each output's variable and that of its places, None if it is not permuted.
-    axes: the axis of the query heads of each output, None without one. tree: that of the outputs.
+    jaxpr: flat, without constants, for the kernels of `chip` (`flat.GPU` or `flat.TPU`). outputs: the variable of each,
+    and that of its places, None if it is not permuted. axes: the axis of the query heads of each output, None without
+    one. tree: that of the outputs. group: the query heads that it is traced for.
     """
 
     jaxpr: Any
     outputs: tuple[tuple[Any, Any], ...]
     axes: tuple[int | None, ...]
     tree: Any
+    chip: str
+    group: int
 
     @property
     def eqns(self) -> list[Any]:
@@ -39,20 +43,22 @@ class Function:
     @property
     def reasons(self) -> list[str | None]:
         """The reason why each of `eqns` cannot run in a kernel, None if it can."""
+        if self.chip == TPU:
+            return [lifted.why_not(eqn, self.group) for eqn in self.eqns]
         pieces = in_pieces(self.eqns, (var for pair in self.outputs for var in pair if var is not None))
         return [None if i in pieces else why_not(eqn) for i, eqn in enumerate(self.eqns)]
 
 
-def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...]) -> dict[str, tuple[str, ...]]:
-    """Return the names of a function's operations that XLA runs on a GPU, by the reason why a kernel cannot.
+def left_to_xla(function: Callable[..., Any], inputs: tuple[Any, ...], chip: str = "gpu") -> dict[str, tuple[str, ...]]:
+    """Return the names of a function's operations that XLA runs on a GPU or TPU, by the reason why a kernel cannot.
 
-    Raises NotImplementedError if no kernel runs any of them.
+    On a TPU those that are left to XLA for their size are not named. Raises NotImplementedError if no kernel runs any.
     """
     leaves, tree = jax.tree.flatten(inputs, is_leaf=is_input)
     found: dict[str, set[str]] = {}
-    traced = traced_for(function, tree, leaves)
+    traced = traced_for(function, tree, leaves, GPU if chip == "gpu" else TPU)
     for eqn, reason in zip(traced.eqns, traced.reasons, strict=True):
-        if reason is not None:
+        if reason is not None and reason != lifted.BY_SIZE:
             found.setdefault(reason, set()).add(eqn.primitive.name)
     return {reason: tuple(sorted(names)) for reason, names in found.items()}
 
@@ -62,8 +68,8 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> Function:
-    """Return a function as traced for these inputs."""
+def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input], chip: str = GPU) -> Function:
+    """Return a function as traced for these inputs. On a GPU query heads are repeated up to a power of two."""
     _, _, group = sizes_of(leaves)
 
     def of_leaves(*arrays: Array) -> Any:
@@ -71,16 +77,19 @@ def traced_for(function: Callable[..., Any], tree: Any, leaves: list[Input]) -> 
 
     def traced(group: int) -> tuple[Any, list[Any], Any]:
         shapes = [_shape(leaf, group) for leaf in leaves]
-        closed, outputs = jax.make_jaxpr(flat(of_leaves, KERNEL), return_shape=True)(*shapes)
+        closed, outputs = jax.make_jaxpr(flat(of_leaves, chip), return_shape=True)(*shapes)
         return closed, *jax.tree.flatten(outputs, is_leaf=lambda x: isinstance(x, Placed))
 
-    closed, outputs, out_tree = traced(power_of_two(group))
+    repeated = power_of_two(group) if chip == GPU else group
+    closed, outputs, out_tree = traced(repeated)
     marked, shapes, _ = traced(MARKED)
-    if group != power_of_two(group):
+    if group != repeated:
         _refuse_sums(marked.jaxpr, group)
     found = iter(closed.jaxpr.outvars)
     pairs = tuple((next(found), next(found) if isinstance(one, Placed) else None) for one in outputs)
-    return Function(_without_constants(closed), pairs, tuple(map(_axis_of_queries, outputs, shapes)), out_tree)
+    return Function(
+        _without_constants(closed), pairs, tuple(map(_axis_of_queries, outputs, shapes)), out_tree, chip, repeated
+    )
 
 
 def _shape(leaf: Input, group: int) -> jax.ShapeDtypeStruct:

@@ -156,7 +156,9 @@ def with_more(line: str) -> str:
 def test_an_asynchronous_pair_is_one_launch_and_what_only_names_values_is_none():
     assert launches(LAYERS) == Launches(kernels=4, beside=1)
     assert launches(LAYERS.replace("layer_0", "step")) is None  # no layer is in a loop
-    assert launches(LAYERS.replace("known_trip_count", "other")) is None
+    uncounted = LAYERS.replace("known_trip_count", "other")
+    assert launches(uncounted) is None
+    assert launches(uncounted, counted_loops=False) == Launches(kernels=4, beside=1)
 
 
 @pytest.mark.parametrize("op", ["while(%x), condition=%c, body=%inner", "conditional(%x), branch_computations={%a}"])
