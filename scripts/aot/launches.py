@@ -62,8 +62,8 @@ def launches(text: str, counted_loops: bool = True) -> Launches | None:
     if not counted:
         return None
     if not counted_loops:
-        within = {body: _loops_in(computations, body) for body in counted}
-        counted = {body: one for body, one in counted.items() if not within[body] & counted.keys()}
+        inner = {body: {at["body"] for line in computations[body] if (at := LOOP.search(line))} for body in counted}
+        counted = {body: one for body, one in counted.items() if not inner[body] & counted.keys()}
     most = max(counted, key=lambda body: (counted[body].kernels, counted[body].control))
     others = [body for body, scope in outside.items() if body not in counted and scope == outside[most]]
     beside = sum(len(kernels_of(computations, body)) for body in others)
@@ -100,11 +100,6 @@ def kernels_of(computations: dict[str, list[str]], name: str) -> list[str]:
         elif matched["op"] not in NO_KERNEL and not matched["op"].endswith(("-done", "-update")):
             found.append(matched["op"])
     return found
-
-
-def _loops_in(computations: dict[str, list[str]], body: str) -> set[str]:
-    """Return the bodies of the loops within a body."""
-    return {found["body"] for line in computations[body] if (found := LOOP.search(line))}
 
 
 def _of_layer(computations: dict[str, list[str]], body: str) -> Launches | None:

@@ -93,6 +93,7 @@ def test_a_copy_of_a_whole_array_is_found_and_named():
     assert script("aot_check").whole_copies(TEXT, POOL) == [
         "transpose of .mean as f32[9,2,128]",
         "copy of pages as s8[2,9,16,128]",
+        "copy-start of .summary.key_box as bf16[2,9,64]",
         "copy of .summary.key_box as bf16[2,9,64]",
         "copy-start of pages as bf16[18,16,128]",
     ]
