@@ -134,11 +134,8 @@ def check(program: Program) -> tuple[str, bool]:
             text = compiled.as_text()
             sizes, faults = judged(lowering, compiled.memory_analysis(), text)
             large, small = collectives(text)
-            told, launched, before = (
-                f"{large}, {small} small" if large else "",
-                launches(text, program.chip == HOPPER),
-                "",
-            )
+            launched = launches(text, counted_loops=program.chip == HOPPER)
+            told, before = f"{large}, {small} small" if large else "", ""
             sizes += f" {time.perf_counter() - began:6.1f}"
             if passed is not None and not faults:
                 write_passed(passed, sizes, told, launched)

@@ -44,8 +44,8 @@ def left_to_xla(
 ) -> dict[str, tuple[str, ...]]:
     """Return the operations of a selector that XLA runs between kernels, by the reason why no kernel does.
 
-    Empty for a CPU, where XLA runs all of them. "all" stands for all operations. On a TPU XLA also runs what is of a
-    size that kernels do not support, and summarises the last page, which is not named.
+    Empty for a CPU, where XLA runs all of them. "all" stands for all operations. Those that a TPU's kernels lack for
+    the size of their arrays alone, such as sums over the last page, are not named.
     """
     chip = platform()
     if selector.reads_all or chip == "cpu":

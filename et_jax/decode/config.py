@@ -273,7 +273,7 @@ class DecoderConfig:
 
     @property
     def left_to_xla(self) -> tuple[str, ...]:
-        """The operations of selectors that XLA runs between GPU kernels: a sentence for each selector and reason."""
+        """The operations of selectors that XLA runs between kernels: a sentence for each selector and reason."""
         needs = self.keeps.union(*(selector.needs for selector in self.selectors))
         shape = self.of_chip, self.page_size, self.blocks_per_slot, needs
         return tuple(

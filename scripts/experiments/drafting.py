@@ -23,13 +23,15 @@ from scripts.measuring.timing import Round, seconds
 
 PROMPTS = REPOSITORY / "benchmarks/prompts/drafting.json"
 LONG = "of nearly its context"
+DRAFTERS = ("lookup", "small model", "self")
 
 
 class Settings(Base):
     """Flags of the experiment."""
 
     model: str = experiment.model()
-    small: str = setting("bundled-small", "a smaller model that drafts, or none")
+    small: str = experiment.model("bundled-small")
+    drafters: tuple[str, ...] = setting(DRAFTERS, "drafters", choices=DRAFTERS)
     shares: tuple[float, ...] = setting(
         (0.04, 0.08, 0.15), "of blocks, that the model's own drafts read", least=0.01, most=1.0, quick=(0.5,)
     )
@@ -59,9 +61,10 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each prompt."""
     drafters: dict[str, dict[str, Any]] = {
         "lookup": {"draft": "lookup"},
-        **({} if settings.small == "none" else {"small model": {"draft": settings.small}}),
+        "small model": {"draft": settings.small},
         **{f"self, {share:g} of the blocks": {"draft": "self", "draft_share": share} for share in settings.shares},
     }
+    drafters = {name: how for name, how in drafters.items() if name.split(",")[0] in settings.drafters}
     plain = load(settings.model, max_num_seqs=1)
     models = {"plain": plain}
     for name, how in drafters.items():

@@ -260,10 +260,7 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
 
 KINDS = [(None, None, 4), (37, None, 3), (None, 30.0, 2)]  # window, soft cap, query heads of a KV head
 QUICK = [(gpu, "Quest", KINDS[1]), (tpu, "paper", KINDS[0]), (gpu, "codes, by head", KINDS[2])]
-EVERY = [
-    *((gpu, name, kind) for name in SELECTORS for kind in KINDS),
-    *((tpu, name, KINDS[i % 3]) for i, name in enumerate(SELECTORS)),
-]
+EVERY = [((gpu, gpu, tpu)[(i + j) % 3], name, kind) for i, name in enumerate(SELECTORS) for j, kind in enumerate(KINDS)]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ class BlockSparseLayer:
         """
         layer = _kind(plant, softmax)
         always = self.chooses and self.refresh is None and self.min_context is None
-        by_kernel = platform() == "gpu"
+        on_gpu = platform() == "gpu"
         fallback = None
         if not always:
             fallback = Fallback(
@@ -133,7 +133,7 @@ class BlockSparseLayer:
             if mass is not None:
                 beyond = blocks.table.shape[1] - mass.shape[-1]  # of a widened table
                 mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0).reshape(*query.shape[:3], -1)
-            if by_kernel and not always:
+            if on_gpu and not always:
                 blocks = replace(blocks, length=jnp.where(scored, length, 0))
             stored = selector_inputs(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, layer)
             return replace(
@@ -156,7 +156,7 @@ class BlockSparseLayer:
                 "refresh: a certified selector's proof holds for this token's query alone, and the law keeps its "
                 "blocks for later tokens; take another selector, or leave out the law"
             )
-        if always or (by_kernel and self.chooses):
+        if always or (on_gpu and self.chooses):
 
             def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> SelectedBlocks:
                 selected = selection_of(layer, most_blocks, selector, inputs)

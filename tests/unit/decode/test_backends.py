@@ -65,7 +65,7 @@ def test_a_tpu_scores_the_codes_of_any_number_of_heads(num_heads):
         assert scoring_backend(model, 128, BF16, True, "tpu") == ("tpu", ())
 
 
-def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_the_reason():
+def test_operations_of_a_selector_that_no_kernel_runs_are_named_with_the_reason():
     summed = as_selector(lambda view: jnp.sum(view.middle, axis=0) > 0)
     with on(H200):
         assert left_to_xla(MODEL, 64, 100, frozenset(), Certified()) == {}
@@ -80,6 +80,10 @@ def test_operations_of_a_selector_that_no_kernel_runs_are_named_on_a_gpu_with_th
         assert "sub" in by_size["kernels support arrays of at most 32,768 numbers"]
         [(reason, names)] = left_to_xla(NARROW_GROUP, 64, 100, frozenset(), summed).items()
         assert "reduce_sum over the 3 query heads" in reason and names == ("all",)
+    with on(V5):
+        assert left_to_xla(MODEL, 128, 100, frozenset(), Certified()) == {}
+        assert left_to_xla(NARROW_GROUP, 128, 100, frozenset(), summed) == {}
+        assert left_to_xla(MODEL, 128, 100, frozenset(), SORTING) == of_sort
     assert left_to_xla(MODEL, 64, 100, frozenset(), summed) == {}
 
 
