@@ -148,7 +148,7 @@ def check(program: Program) -> tuple[str, bool]:
         faults += (
             ["no loop over layers is found"]
             if launched is None
-            else launched.faults(lowering.kernels, lowering.control)
+            else launched.faults(lowering.kernels, lowering.control, lowering.step_kernels)
         )
     verdict = f"FAILED {'; '.join(faults)}" if faults else "compiled"
     said = "; ".join(filter(None, (lowering.on_chip, told, counted)))

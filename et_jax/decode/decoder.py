@@ -19,7 +19,8 @@ from jaxtyping import Array, Bool, Int
 from et_jax.decode import slots
 from et_jax.decode.cache.compress import compress
 from et_jax.decode.config import DecoderConfig, Variant
-from et_jax.decode.output import StepOutput
+from et_jax.decode.output import StepOutput, packed_step, unpacked_steps
+from et_jax.decode.packed import Packed
 from et_jax.decode.plant import Weights
 from et_jax.decode.prefill import prefill
 from et_jax.decode.request import Request
@@ -28,6 +29,7 @@ from et_jax.decode.sharded import returning_split
 from et_jax.decode.state import DecodeState, empty
 from et_jax.decode.step import step
 from et_jax.scope import within
+from et_jax.types import replace
 
 
 def decode(
@@ -38,20 +40,25 @@ def decode(
     until_end: Bool[Array, ""] | bool = False,
     *,
     variant: Variant | None = None,
-) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
+) -> tuple[DecodeState, Packed]:
     """Run up to `num_steps` steps (at most `max_steps`) on the device, stopping early when no slot is runnable.
 
     With `until_end` it runs no step after one that ended a sequence, until the slot is released, because another
     sequence may be waiting for the slot. A smaller `variant` has only the named abilities; without drafts it stops when
-    the model self-drafts and a draft is wanted. Returns the outputs stacked over `max_steps`, of which the returned
-    number were run.
+    the model self-drafts and a draft is wanted. Returns the outputs in one array, which is 0 for steps that were not
+    run, for `unpacked_steps`.
     """
     variant = variant or config.full_variant
     rows = None if variant.rows == config.batch else variant.rows
-    # traced once, for the shapes and for the loop
-    one = jax.jit(partial(step, config, drafts=variant.drafts, chooses=variant.chooses, num_rows=rows))
-    _, shapes = jax.eval_shape(one, weights, state)
-    outputs = jax.tree.map(lambda x: jnp.zeros((config.max_steps, *x.shape), x.dtype), shapes)
+
+    @jax.jit  # traced once, for the shapes and for the loop
+    def one(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepOutput, Packed]:
+        chosen = {"drafts": variant.drafts, "chooses": variant.chooses, "num_rows": rows}
+        state, output = step(config, weights, state, **chosen)
+        return state, output, packed_step(output)
+
+    shape = jax.eval_shape(one, weights, state)[2]
+    words = jnp.zeros((config.max_steps, *shape.words.shape), shape.words.dtype)
     num_steps = jnp.minimum(num_steps, config.max_steps)
 
     def going(carry: tuple) -> Bool[Array, ""]:
@@ -59,17 +66,16 @@ def decode(
         return (i < num_steps) & jnp.any(state.runnable) & ~stop
 
     def advance(carry: tuple) -> tuple:
-        i, state, outputs, _ = carry
-        state, output = one(weights, state)
-        outputs = jax.tree.map(lambda all_, x: all_.at[i].set(x), outputs, output)
+        i, state, words, _ = carry
+        state, output, ran = one(weights, state)
         stop = until_end & jnp.any(output.finished | (output.fault > 0))
         if not variant.drafts and config.pruned is not None:
             stop |= jnp.any(state.runnable & state.draft.wanted)
-        return i + 1, state, outputs, stop
+        return i + 1, state, words.at[i].set(ran.words), stop
 
-    start = jnp.int32(0), state, outputs, until_end & jnp.any(state.ended)
-    ran, state, outputs, _ = jax.lax.while_loop(going, advance, start)
-    return state, outputs, ran
+    start = jnp.int32(0), state, words, until_end & jnp.any(state.ended)
+    _, state, words, _ = jax.lax.while_loop(going, advance, start)
+    return state, replace(shape, words=words)
 
 
 def in_float32(function: Callable) -> Callable:
@@ -113,7 +119,7 @@ class Decoder:
     score: Callable[[Weights, DecodeState, Any, Any, Any, Any, Any], tuple[DecodeState, TokenScores]]
     insert: Callable[[DecodeState, Any, Request], DecodeState]
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepOutput]]
-    variants: Mapping[Variant, Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]]
+    variants: Mapping[Variant, Callable[..., tuple[DecodeState, Packed]]]
     compress: Callable[[DecodeState, Any], tuple[DecodeState, Bool[Array, ""]]]
     release: Callable[[DecodeState, Any], DecodeState]
     fork: Callable[[DecodeState, Any, Any], tuple[DecodeState, Bool[Array, ""]]]
@@ -125,10 +131,18 @@ class Decoder:
     write_row: Callable[[DecodeState, Any, slots.SlotRow], tuple[DecodeState, Bool[Array, ""]]]
     write_pages: Callable[[DecodeState, Any, Any, slots.Pages], DecodeState]
 
-    @property
-    def decode(self) -> Callable[..., tuple[DecodeState, StepOutput, Int[Array, ""]]]:
-        """The decode program with all abilities."""
-        return self.variants[self.config.full_variant]
+    def decode(
+        self, weights: Weights, state: DecodeState, num_steps: Any, until_end: Any = False
+    ) -> tuple[DecodeState, StepOutput, Int[Array, ""]]:
+        """Run up to `num_steps` steps by the program with all abilities.
+
+        Returns the outputs stacked over `max_steps`, and the number of steps that were run.
+        """
+        state, burst = self.variants[self.config.full_variant](weights, state, num_steps, until_end)
+        return state, *_unpacked_steps(burst)
+
+
+_unpacked_steps = within(jax.jit(unpacked_steps))
 
 
 def decoder(config: DecoderConfig) -> Decoder:

@@ -1,8 +1,13 @@
-"""The output of a step."""
+"""The output of a step, and those of a burst of steps."""
 
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.base import Signals
+from et_jax.decode.packed import Packed, packed, unpacked
 from et_jax.decode.work import Work
 from et_jax.types import pytree
 
@@ -51,3 +56,16 @@ class StepOutput:
     by_small: Bool[Array, "*b"] | None = None
     audit: Audit | None = None
     reads: Int[Array, "*b l k"] | None = None
+
+
+def packed_step(output: StepOutput) -> Packed:
+    """Return the output of a step that ran as one array, with a mark that tells it from a step that did not."""
+    found: Any = packed((jnp.ones(len(output.token), bool), output))
+    assert isinstance(found, Packed)
+    return found
+
+
+def unpacked_steps(burst: Packed) -> tuple[StepOutput, Int[Array, ""] | np.integer]:
+    """Return the outputs of the steps of a burst, stacked, and the number of steps that were run."""
+    marks, output = unpacked(burst)
+    return output, marks[:, 0].sum()

@@ -8,7 +8,8 @@ import numpy as np
 
 from et_jax.decode import faults
 from et_jax.decode.config import Variant
-from et_jax.decode.output import StepOutput
+from et_jax.decode.output import unpacked_steps
+from et_jax.decode.packed import Packed
 from et_jax.decode.plant import costs
 from et_jax.decode.sampling.steering import MOST_FORCED
 from et_jax.serve.clocks.step_clock import StepClock
@@ -16,7 +17,6 @@ from et_jax.serve.records import Burst, StepRow
 from et_jax.serve.sequence import Sequence, Status
 from et_jax.serve.slots import Slots
 from et_jax.text.grammar import Bits
-from et_jax.types import replace
 
 _BURST_SECONDS = 0.05
 _CONSTRAINED_SHARE = 0.8  # of a burst, if sequences with a grammar run: they get one unforced token per burst
@@ -24,13 +24,14 @@ _CONSTRAINED_SHARE = 0.8  # of a burst, if sequences with a grammar run: they ge
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """A dispatched burst of at most `steps` steps for `running` sequences; `fetch` is what the host receives of it."""
+    """A burst in flight, of at most `steps` steps for `running` sequences; the host fetches outputs and promises."""
 
     steps: int
     running: int
     variant: Variant
     began: float
-    fetch: tuple[StepOutput, jax.Array, list[jax.Array]]
+    outputs: Packed
+    promises: list[jax.Array]
 
 
 class Bursts:
@@ -113,16 +114,17 @@ class Bursts:
         running = self._slots.having(Status.RUNNING)
         may_choose = any(self._config.may_choose(sequence.laws) for sequence in running.values())
         began, promises, self._device.promises = time.perf_counter(), self._device.promises, []
-        outputs, ran, variant = self._device.decode(
+        outputs, variant = self._device.decode(
             steps, len(running), may_choose=may_choose, until_end=bool(self._queue.waiting)
         )
-        if not any(sequence.request.params.logprobs for sequence in running.values()):
-            outputs = replace(outputs, top_tokens=None, top_logprobs=None)
-        return InFlight(steps=steps, running=len(running), variant=variant, began=began, fetch=(outputs, ran, promises))
+        return InFlight(
+            steps=steps, running=len(running), variant=variant, began=began, outputs=outputs, promises=promises
+        )
 
     def _finish(self, burst: InFlight) -> None:
         """Wait for a burst, and deliver its tokens."""
-        output, ran, granted = self._queue.fetched(burst.fetch)
+        outputs, granted = self._queue.fetched((burst.outputs, burst.promises))
+        output, ran = unpacked_steps(outputs)
         ran = int(ran)
         if not all(map(np.all, granted)) or output.refused[:ran].any():
             raise RuntimeError("a sequence did not get the pages that were reserved for it")

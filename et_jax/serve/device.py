@@ -15,7 +15,7 @@ from et_jax.control.draft import DraftLength
 from et_jax.decode.config import Variant
 from et_jax.decode.decoder import Decoder
 from et_jax.decode.fresh import law_numbers
-from et_jax.decode.output import StepOutput
+from et_jax.decode.packed import Packed
 from et_jax.decode.plant import Weights
 from et_jax.decode.request import Request, request
 from et_jax.decode.sampling.steering import MOST_FORCED, UNLIMITED
@@ -129,17 +129,19 @@ class Device:
 
     def decode(
         self, num_steps: int, running: int, *, may_choose: bool = True, until_end: bool
-    ) -> tuple[StepOutput, jax.Array, Variant]:
+    ) -> tuple[Packed, Variant]:
         """Start a burst of steps for `running` sequences, with block selection only if `may_choose`.
 
-        Returns the outputs and the number of steps run, both on the device, and the program that ran. A model that
-        drafts for itself records the blocks it reads while the draft law asks for drafts. When it asks for none, the
-        plain program runs.
+        Returns the outputs on the device, in one array whose copy to the host has begun, and the program that runs. A
+        model that drafts for itself records the blocks it reads while the draft law asks for drafts. When it asks for
+        none, the plain program runs.
         """
         full = self._full if may_choose else self._usual
         few = self._few[full].chosen(running)
         variant = self._of_all_rows(full) if few is None else full._replace(rows=few)
-        return *self._burst(self.decoder.variants[variant], num_steps, until_end=until_end), variant
+        burst = self._burst(self.decoder.variants[variant], num_steps, until_end=until_end)
+        jax.copy_to_host_async(burst)
+        return burst, variant
 
     def _of_all_rows(self, full: Variant) -> Variant:
         """Return the program of all rows to run, with drafts or without."""
@@ -161,9 +163,9 @@ class Device:
         """The arguments with which a decode program runs no step."""
         return self.weights, self.state, np.int32(0), np.bool_(False)
 
-    def _burst(self, decode: Callable[..., Any], num_steps: int, *, until_end: bool) -> tuple[StepOutput, jax.Array]:
-        self.state, outputs, ran = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))
-        return outputs, ran
+    def _burst(self, decode: Callable[..., Any], num_steps: int, *, until_end: bool) -> Packed:
+        self.state, burst = decode(self.weights, self.state, np.int32(num_steps), np.bool_(until_end))
+        return burst
 
     def set_draft_laws(self, laws: tuple[DraftLength, ...]) -> None:
         """Set the numbers of the laws of draft lengths."""

@@ -56,7 +56,8 @@ class Burst:
         self._places: list[list[int]] = np.where(filled, np.cumsum(filled).reshape(filled.shape) - 1, -1).tolist()
         ran = np.any([work.tokens > 0 for work in cut.work], axis=0) & (cut.fault == 0)
         prices = [cost.price(*each) for each in zip(costs, jax.tree.map(np.float64, cut.work), strict=True)]
-        self._output: Any = jax.tree.map(lambda x: x.tolist(), cut)
+        top = cut.top_tokens, cut.top_logprobs  # stay arrays: only a few requests ask for any
+        self._output: Any = jax.tree.map(lambda x: x if any(x is one for one in top) else x.tolist(), cut)
         alone, nothing = np.full(cut.token.shape, None), np.zeros_like(cut.token)
         turns = (cut.by_small, cut.audit.audited, cut.audit.agreed) if cut.audit else (alone, nothing, nothing)
         self._by_small, self._audited, self._agreed = (each.tolist() for each in turns)
@@ -117,9 +118,8 @@ class Burst:
         moved = cost.cached_bytes(model, blocks_read, signals.summaries_read[place][slot])
         top: tuple[tuple[int, float], ...] = ()
         if asked and output.top_tokens is not None:
-            top = tuple(
-                zip(output.top_tokens[place][slot][:asked], output.top_logprobs[place][slot][:asked], strict=True)
-            )
+            tokens, logprobs = (one[place, slot, :asked].tolist() for one in (output.top_tokens, output.top_logprobs))
+            top = tuple(zip(tokens, logprobs, strict=True))
         reads = None
         if output.reads is not None and not by_small:
             reads = tuple(map(tuple, output.reads[place][slot]))

@@ -64,7 +64,8 @@ def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str)
     loops = any(stack.depth > 1 for stack in stacks_of(config.model, config.stacked))
     counts = {}
     if function == "decode" and loops and chip.name == HOPPER:
-        counts = {"kernels": KERNELS.get(decoding.name, 0), "control": CONTROL.get(decoding.name, 0)}
+        kernels, per_step = KERNELS.get(decoding.name, (0, 0))
+        counts = {"kernels": kernels, "step_kernels": per_step, "control": CONTROL.get(decoding.name, 0)}
     elif function == "decode" and chip.name == V5E and decoding.name in TPU_KERNELS:
         counts = {"kernels": TPU_KERNELS[decoding.name], "control": 1}
     with traced_for(device):

@@ -23,24 +23,30 @@ class Launches:
     """What one layer launches in the loop over layers: `kernels`, of which `control` are loops and conditionals.
 
     `beside` are launched for every layer too, by loops that XLA or the program has put beside that one: sums over
-    layers in a fixed order, for example.
+    layers in a fixed order, for example. `step` are launched once a step, in the loop over steps.
     """
 
     kernels: int
     control: int = 0
     beside: int = 0
+    step: int = 0
 
     def told(self) -> str:
         """Return the counts for the report."""
         control = f", {self.control} of them loops or conditionals" if self.control else ""
         beside = f", {self.beside} more in a loop beside" if self.beside else ""
-        return f"{self.kernels} kernels a layer{control}{beside}"
+        return f"{self.kernels} kernels a layer{control}{beside}, {self.step} a step"
 
-    def faults(self, recorded: int, control: int = 0) -> list[str]:
-        """Return what is wrong with them, where so many kernels are recorded, and `control` loops and conditionals."""
+    def faults(self, recorded: int, control: int = 0, step: int | None = None) -> list[str]:
+        """Return what is wrong with them, where so many kernels are recorded, and `control` loops and conditionals.
+
+        `step` are those recorded of a step, None where none are.
+        """
         found = []
         if self.kernels > recorded:
             found.append(f"a layer launches {self.kernels} kernels, more than the {recorded} recorded")
+        if step is not None and self.step > step:
+            found.append(f"a step launches {self.step} kernels beside its layers, more than the {step} recorded")
         if self.control > control:
             found.append(f"of a layer's kernels {self.control} are loops or conditionals, for which the host waits")
         return found
@@ -68,7 +74,11 @@ def launches(text: str, counted_loops: bool = True) -> Launches | None:
     others = [body for body, scope in outside.items() if body not in counted and scope == outside[most]]
     beside = sum(len(kernels_of(computations, body)) for body in others)
     alike = sum(outside[body] == outside[most] for body in counted)  # steps of several widths have a loop each
-    return dataclasses.replace(counted[most], beside=-(-beside // alike))
+    called = {
+        found["body"]: name for name, lines in computations.items() for line in lines if (found := LOOP.search(line))
+    }
+    step = len(kernels_of(computations, called[most])) - 1 - len(others)
+    return dataclasses.replace(counted[most], beside=-(-beside // alike), step=step)
 
 
 def computations_of(text: str) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ class Lowering:
     on_chip: what it takes of the chip's own memories, by the kernel's count, or what the chip holds of a model that is
         split. memory: bytes that the chip has, for arguments, outputs and temporaries.
     collectives: the collectives that its text must have, as they are reported; small ones are not counted.
-    kernels: that a layer may launch in the loop over layers (`aot.launches`); None where launches are not counted.
+    kernels, step_kernels: that a layer and a step may launch (`aot.launches`); None where none are counted.
     control: how many of these may be loops or conditionals.
     """
 
@@ -33,6 +33,7 @@ class Lowering:
     memory: float = math.inf
     collectives: str = ""
     kernels: int | None = None
+    step_kernels: int | None = None
     control: int = 0
 
 

@@ -29,6 +29,7 @@ from et_jax.control.tolerance import Constant
 from et_jax.decode.config import DecoderConfig
 from et_jax.decode.decoder import decoder
 from et_jax.decode.drafting.drafts import Drafting, Pruned
+from et_jax.decode.output import unpacked_steps
 from et_jax.decode.state import DecodeState
 from et_jax.models.params import in_stacks
 from et_jax.models.stacks import stacked_on
@@ -114,7 +115,7 @@ def programs(case: Case, config: DecoderConfig, weights: Any) -> tuple[Callable[
         return replace(state, active=jnp.arange(config.num_slots) < case.rows)
 
     lowered = jax.jit(begun).lower()
-    decoding = decoder(config).decode.lower(weights, lowered.out_info, jnp.int32(1))
+    decoding = decoder(config).variants[config.full_variant].lower(weights, lowered.out_info, jnp.int32(1))
     return lowered.compile(), partial(decoding.compile(), weights)
 
 
@@ -122,15 +123,16 @@ def one(
     case: Case, config: DecoderConfig, settings: Settings, begin: Callable[[], DecodeState], decode: Callable[..., Any]
 ) -> dict[str, Any]:
     """Return the figures of a case: the milliseconds of a step in each round, and what it read."""
-    held: list[Any] = [begin(), None, 0]
+    held: list[Any] = [begin(), None]
 
     def steps(count: int) -> Any:
         held[:] = decode(held[0], jnp.int32(count))
-        return held[2]
+        return held[1].words
 
     def share(first: int) -> float:
         """Of the blocks, what was read by the steps from the first on."""
-        ran, signals = int(held[2]), held[1].signals
+        output, ran = unpacked_steps(held[1])
+        signals = output.signals
         read, pages = (float(jnp.sum(one[first:ran])) for one in (signals.blocks_read, signals.allocated_pages))
         return read / max(1.0, pages) / (config.model.num_layers * config.model.num_kv_heads)
 
@@ -149,11 +151,12 @@ def one(
     rounds, shares = [], []
     for _ in range(settings.rounds):
         took = seconds(lambda: (steps(settings.steps), held[0]))
-        rounds.append(1e3 * took / int(held[2]))
+        rounds.append(1e3 * took / int(unpacked_steps(held[1])[1]))
         shares.append(share(0))  # some presets read everything now and then
     found |= {"milliseconds": rounds, "share_read": statistics.mean(shares)}
     if case.control == SELF:
-        found["tokens_per_step"] = float(jnp.sum(held[1].produced)) / (int(held[2]) * case.rows)
+        output, ran = unpacked_steps(held[1])
+        found["tokens_per_step"] = float(jnp.sum(output.produced)) / (int(ran) * case.rows)
     if settings.profile and (counted := kernels(lambda count: jax.block_until_ready((steps(count), held[0])))):
         found["kernels"] = counted
     return found

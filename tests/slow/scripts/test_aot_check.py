@@ -155,26 +155,29 @@ def with_more(line: str) -> str:
 
 
 def test_an_asynchronous_pair_is_one_launch_and_what_only_names_values_is_none():
-    assert launches(LAYERS) == Launches(kernels=4, beside=1)
+    assert launches(LAYERS) == Launches(kernels=4, beside=1, step=1)
     assert launches(LAYERS.replace("layer_0", "step")) is None  # no layer is in a loop
     uncounted = LAYERS.replace("known_trip_count", "other")
     assert launches(uncounted) is None
-    assert launches(uncounted, counted_loops=False) == Launches(kernels=4, beside=1)
+    assert launches(uncounted, counted_loops=False) == Launches(kernels=4, beside=1, step=1)
 
 
 @pytest.mark.parametrize("op", ["while(%x), condition=%c, body=%inner", "conditional(%x), branch_computations={%a}"])
 def test_loops_and_conditionals_of_a_layer_are_counted(op):
     line = f'  %w = f32[4]{{0}} {op}, metadata={{op_name="{LOOP}/body/layer_0/{op[:5]}"}}, {KNOWN}\n'
     inner = "\n%inner (p.9: f32[4]) -> f32[4] {\n" + PRODUCT * 9 + "}\n"
-    assert launches(inner + with_more(line)) == Launches(kernels=5, control=1, beside=1)
+    assert launches(inner + with_more(line)) == Launches(kernels=5, control=1, beside=1, step=1)
 
 
 def test_more_kernels_than_recorded_fail_and_fewer_pass(checked):
     line, passed, _ = checked(LAYERS, kernels=4)
-    assert passed and line.endswith("compiled 4 kernels a layer, 1 more in a loop beside")
+    assert passed and line.endswith("compiled 4 kernels a layer, 1 more in a loop beside, 1 a step")
     assert checked(LAYERS, kernels=9)[1]
     line, passed, _ = checked(LAYERS, kernels=3)
     assert not passed and "FAILED a layer launches 4 kernels, more than the 3 recorded" in line
+    assert checked(LAYERS, kernels=4, step_kernels=1)[1]
+    line, passed, _ = checked(LAYERS, kernels=4, step_kernels=0)
+    assert not passed and "a step launches 1 kernels beside its layers, more than the 0 recorded" in line
 
 
 def test_a_condition_in_a_layer_fails_unless_it_is_recorded(checked):

@@ -72,6 +72,13 @@ def test_notes_come_back_as_they_were():
     assert_same(told, (Turns(of_period=(jax.vmap(notes)(jnp.arange(1.0, 5.0)),), depth=4), None))
 
 
+def test_masks_and_numbers_of_the_host_come_back_too():
+    tree = {"mask": jnp.arange(6).reshape(3, 2) % 2 == 0, "number": -jnp.arange(3), "share": jnp.arange(3) / 7}
+    assert_same(unpacked(packed(tree)), tree)
+    assert_same(unpacked(jax.device_get(packed(tree))), jax.device_get(tree))
+
+
 def test_what_are_no_words_of_one_number_of_rows_stays_as_it_is():
-    for one in (AllRead(), {"alone": jnp.zeros(3)}, (jnp.zeros(3), jnp.zeros(4)), (jnp.zeros(3), jnp.zeros(3, bool))):
+    short = jnp.zeros(3, jnp.bfloat16)
+    for one in (AllRead(), {"alone": jnp.zeros(3)}, (jnp.zeros(3), jnp.zeros(4)), (jnp.zeros(3), short)):
         assert packed(one) is one

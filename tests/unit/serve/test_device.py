@@ -45,7 +45,7 @@ def warmed_up(
 
 def ran(device: Device, may_choose: bool = True) -> str:
     """Decode, and return the name of the program that did."""
-    output, _, variant = device.decode(3, 1, may_choose=may_choose, until_end=False)
+    output, variant = device.decode(3, 1, may_choose=may_choose, until_end=False)
     assert variant.rows == device.config.batch
     program = device.decoder.variants[variant]
     assert isinstance(program, Promised)
