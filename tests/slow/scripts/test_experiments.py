@@ -113,10 +113,12 @@ def switching(run):
 
 
 def scheduling(run):
-    """Answers have the same tokens under every rule, and the oracle's mean wait is the least."""
+    """Answers have the same tokens under every order, and the oracle's mean wait is the least; scoring moves bytes."""
     assert np.all(rows(run, "fcfs", "latency") >= np.array([9, 4, 12, 3, 6, 5]) - 1)
     assert value(run, "srpt", "latency") <= value(run, "fcfs", "latency")
     assert np.all(rows(run, "fcfs", "first_token") <= rows(run, "fcfs", "latency"))
+    np.testing.assert_array_equal(rows(run, "fcfs", "loss"), rows(run, "srpt", "loss"))
+    assert value(run, "attention", "tokens_per_gigabyte") < value(run, "fcfs", "tokens_per_gigabyte")
 
 
 def every_round(run):
@@ -168,7 +170,7 @@ def structured(run):
 
 LOOKED_AT = {
     "temperature": ("fixed", "solve", "cool only, solve"),
-    "scheduling": ("fcfs", "srpt"),
+    "scheduling": ("fcfs", "srpt", "attention"),
     "signals": ("constant", "expected error"),
 }
 """The arms of experiments that have many: each compiles programs of its own."""
