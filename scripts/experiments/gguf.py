@@ -4,20 +4,24 @@ Token ids are compared of lines of the text and of as many lines of letters, dig
 characters drawn at random. Logits are compared at every position of prompts cut from the text. llama.cpp then continues
 each prompt greedily, and the tokens that et_jax would have chosen after the same ones are counted up to the first that
 differs. Both read the file as it is stored, for which llama.cpp rounds activations to 8 bits, and a copy of it decoded
-to float32, with a cache in float32. et_jax computes in float32 throughout.
+to float32, with a cache in float32. et_jax computes in float32 throughout. ggml's GELU is a table of float16
+(`GGML_GELU_FP16`): where a model has a GELU, another arm computes it so.
 """
 
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, dequantize
+from jaxtyping import Array, Float
 
 from et_jax.errors import UsageError
 from et_jax.io.gguf import is_gguf
@@ -31,6 +35,14 @@ from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.peers import Engine
 from scripts.peers.gguf_file import close
+
+GELU = jax.nn.gelu
+
+
+def gelu_of_ggml(x: Float[Array, "..."], approximate: bool = True) -> Float[Array, "..."]:
+    """Return the GELU of numbers rounded to float16, rounded to float16; beyond 10 it is the identity or 0."""
+    found = GELU(x.astype(jnp.float16).astype(jnp.float32), approximate).astype(jnp.float16).astype(x.dtype)
+    return jnp.where(jnp.abs(x) < 10.0, found, jnp.maximum(x, 0.0))
 
 
 class Settings(Base):
@@ -85,12 +97,16 @@ def groups(settings: Settings) -> Iterator[Group]:
     prompts = [stream[start : start + length] for start in starts]
     config, params = load(file, "float32")
 
-    @jax.jit
     def logits(params: Any, ids: Any) -> Any:
         positions = jnp.arange(ids.shape[0], dtype=jnp.int32)[None]
         return forward(params, config, ids[None], positions, causal_attend, None)[0][0]
 
-    def compared(read: Path, form: str) -> dict[str, Any]:
+    def compared(read: Path, form: str, gelu: Callable[..., Any] = GELU) -> dict[str, Any]:
+        jax.clear_caches()  # else the layers that were traced with another GELU are found again
+        with mock.patch.object(jax.nn, "gelu", gelu):
+            return compared_by(jax.jit(logits), read, form)
+
+    def compared_by(logits: Callable[..., Any], read: Path, form: str) -> dict[str, Any]:
         engine.load(str(read), form, 1, length + settings.tokens)
         theirs = engine.tokens(lines)
         same_ids = [one == tokenizer.backend.encode_plain(line, True) for line, one in zip(lines, theirs, strict=True)]
@@ -116,7 +132,10 @@ def groups(settings: Settings) -> Iterator[Group]:
         copy = Path(folder) / "float32.gguf"
         decoded_copy(file, copy)
         for what, read, form in (("as stored", file, "stored"), ("float32", copy, "float32")):
-            yield Group(labels={"llama.cpp reads": what}, arms={"et_jax": lambda r=read, f=form: compared(r, f)})
+            arms = {"et_jax": partial(compared, read, form)}
+            if form == "float32" and config.activation == "gelu_tanh":
+                arms["et_jax, ggml's GELU"] = partial(compared, read, form, gelu_of_ggml)
+            yield Group(labels={"llama.cpp reads": what}, arms=arms)
     engine.end()
 
 
