@@ -82,7 +82,7 @@ class Settings(Base):
 
 
 @value
-class Told(Law):
+class WithEntropies(Law):
     """A law that is shown `entropies`, in nats, one after another, in place of the raw entropy."""
 
     law: Law
@@ -132,8 +132,8 @@ def replay(
     longest = max(one.params.max_tokens for one in asked)
     controls = [control] * len(asked)
     if shown is not None:
-        told = (jnp.asarray(np.resize(one, longest), jnp.float32) for one in shown)
-        controls = [replace(control, law=Told(control.law, one)) for one in told]
+        others = (jnp.asarray(np.resize(one, longest), jnp.float32) for one in shown)
+        controls = [replace(control, law=WithEntropies(control.law, one)) for one in others]
     [replica] = model.replicas(controls[0]).replicas
     replica.bursts.burst_seconds = 0.0  # one step a round, so that arrivals fall between any two
     now, first, last = 0.0, np.full(len(asked), np.nan), np.full(len(asked), np.nan)
