@@ -58,7 +58,7 @@ def test_a_step_is_estimated_from_above_but_not_wildly(shape: ModelConfig, chang
     rows = jax.ShapeDtypeStruct((number,), jnp.int32)
     tokens, last = jax.ShapeDtypeStruct((number, config.chunk), jnp.int32), jax.ShapeDtypeStruct((number,), bool)
     programs = [
-        bound.decode.lower((params,), state, jnp.int32(1)),  # type: ignore[attr-defined]
+        bound.variants[bound.config.full_variant].lower((params,), state, jnp.int32(1)),  # type: ignore[attr-defined]
         bound.prefill.lower((params,), state, rows, tokens, rows, last),  # type: ignore[attr-defined]
     ]
     measured = max(program.compile().memory_analysis().temp_size_in_bytes for program in programs)
