@@ -45,8 +45,8 @@ def decode(
 
     With `until_end` it runs no step after one that ended a sequence, until the slot is released, because another
     sequence may be waiting for the slot. A smaller `variant` has only the named abilities; without drafts it stops when
-    the model self-drafts and a draft is wanted. Returns the outputs in one array, which is 0 for steps that were not
-    run, for `unpacked_steps`.
+    the model self-drafts and a draft is wanted. Returns the outputs of all steps in one array, which
+    `unpacked_steps` restores.
     """
     variant = variant or config.full_variant
     rows = None if variant.rows == config.batch else variant.rows

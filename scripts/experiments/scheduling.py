@@ -49,13 +49,12 @@ RULES: dict[str, PriorityRule] = {
     **ENTROPY,
 }
 TARGET = {"target_entropy": 2.0}  # nats
-PAPER = preset("paper", **TARGET, min_context=0)
 ATTENTION = replace(preset("paper", min_context=0), priority=priority.FCFS())
 CONTROLS: dict[str, Controller] = {
     "sampling": replace(preset("paper", **TARGET), selector=Controller.selector, priority=priority.FCFS()),
     "attention": ATTENTION,
     "attention, constant theta": replace(ATTENTION, law=chain(Controller.law, tolerance.Constant(THETA))),
-    "paper": PAPER,
+    "paper": preset("paper", **TARGET, min_context=0),
     "certified": replace(preset("certified", min_context=0), priority=priority.FCFS()),
 }
 BY_ENTROPY = (*ENTROPY, "attention", "paper")
@@ -83,7 +82,7 @@ class Settings(Base):
 
 @value
 class WithEntropies(Law):
-    """A law that is shown `entropies`, in nats, one after another, in place of the raw entropy."""
+    """A law that receives `entropies`, in nats, one for each token, in place of the raw entropy."""
 
     law: Law
     entropies: Float[Array, " t"]
@@ -93,7 +92,7 @@ class WithEntropies(Law):
         return self.law.init(state)
 
     def __call__(self, signals: Signals, state: ControlState) -> ControlState:
-        """Let the law decide by what it is shown; a longer text is shown the last entropy again."""
+        """Apply the law with the entropy of this token; beyond the last one the last is repeated."""
         shown = self.entropies[jnp.clip(signals.generated - 1, 0, len(self.entropies) - 1)]
         return self.law(replace(signals, entropy=shown), state)
 
@@ -125,9 +124,9 @@ def replay(
     shown: list[np.ndarray] | None,
     arrived: np.ndarray,
 ) -> tuple[dict[str, Any], list[Completion]]:
-    """Serve the requests under a control, its laws shown other entropies if given.
+    """Serve the requests under a control, whose laws receive the entropies `shown` if given.
 
-    Returns each one's steps and bytes until its first token and its last, the speed, and the completions.
+    Returns each one's steps to its first token, its steps and bytes to its last, the speed, and the completions.
     """
     longest = max(one.params.max_tokens for one in asked)
     controls = [control] * len(asked)

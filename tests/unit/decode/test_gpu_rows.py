@@ -74,6 +74,7 @@ def test_notes_come_back_as_they_were():
 
 def test_masks_and_numbers_of_the_host_come_back_too():
     tree = {"mask": jnp.arange(6).reshape(3, 2) % 2 == 0, "number": -jnp.arange(3), "share": jnp.arange(3) / 7}
+    assert isinstance(packed(tree), Packed)
     assert_same(unpacked(packed(tree)), tree)
     assert_same(unpacked(jax.device_get(packed(tree))), jax.device_get(tree))
 
