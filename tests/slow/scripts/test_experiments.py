@@ -83,6 +83,13 @@ def compression(run):
         assert np.all(rows(run, arm, "divergence") > 0) and np.all(rows(run, arm, "share_read") < 0.75)
 
 
+def miscalibration(run):
+    """Who is too sure prunes more, by a greater theta."""
+    for figure in ("theta", "divergence"):
+        assert value(run, "logits x 1", figure) < value(run, "logits x 4", figure)
+    assert value(run, "logits x 1", "share_read") > value(run, "logits x 4", "share_read")
+
+
 def prefill(run):
     for arm in ("constant", "entropy", "mass"):
         assert value(run, arm, "divergence") > 0
