@@ -5,6 +5,7 @@ keys in which JAX names the processor. ET_JAX_TEST_CACHE names another folder; `
 """
 
 import ctypes
+import gc
 import os
 import signal
 import tempfile
@@ -27,6 +28,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The same examples in every run and nothing kept between runs; the first example of many compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+
+# Tracing makes many objects and few cycles: looking for cycles as often as Python does takes a fifteenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 
 SLOW = Path(__file__).parent / "slow"

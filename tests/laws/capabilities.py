@@ -173,8 +173,8 @@ def _small(config: ModelConfig = SMALL) -> str:
 
 
 SLOW = {
-    *("window, bfloat16, small", "cache and weights in int8", "module", "own, budget"),
-    *("adaptive, self", "ead", "compressed by head", "paper, stacked, experts by entropy"),
+    *("window, bfloat16, small", "cache and weights in int8, self", "module, adaptive", "own, budget"),
+    *("ead", "compressed by head", "paper, stacked, experts by entropy"),
     *("over devices, lookup", "over devices, certified, self", "over devices, compressed by head"),
     *("over devices, budget", "over devices, ead"),
 }
@@ -185,12 +185,15 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     "window, bfloat16, small": lambda: Capability(
         load=functools.partial(tiny, SLIDING), settings={"dtype": "bfloat16", "draft": _small()} | _DRAFTS, drafts=True
     ),
-    "cache and weights in int8": lambda: _pruning(
-        settings={"cache_dtype": "int8", "quantize": "int8", "control": pruned("certified", tolerance=0.5)} | _LOOKUP,
+    "cache and weights in int8, self": lambda: _pruning(
+        settings={"cache_dtype": "int8", "quantize": "int8", "control": pruned("certified", tolerance=0.5)} | _SELF,
         drafts=True,
         certifies=0.5,
     ),
-    "module": lambda: _pruning(load=of_module, settings={"control": pruned("certified", tolerance=0.5)}, certifies=0.5),
+    "module, adaptive": lambda: _pruning(
+        load=of_module,
+        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24), "calibration": "none"},
+    ),
     "own, budget": lambda: Capability(
         settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},
         dense=None,
@@ -198,9 +201,6 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         keeps_prefixes=False,
     ),
     "certified": lambda: _pruning(settings={"control": pruned("certified", tolerance=0.5)}, certifies=0.5),
-    "adaptive, self": lambda: _pruning(
-        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24)} | _SELF, drafts=True
-    ),
     "ead": lambda: Capability(
         load=functools.partial(tiny, WIDE),  # of which sequences wait at the end of a page when they are preempted
         settings={"control": preset("ead_guarded", tau=3.0), "small": _small(WIDE_SMALL)},
