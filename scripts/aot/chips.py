@@ -151,6 +151,7 @@ FITTING = {  # a Llama-3-8B with a cache for which the chip has memory beside th
     V5E: {"quantize": "int8", "num_slots": 4, "max_length": 8192},
     V6E: {"num_slots": 4, "max_length": 8192},
 }
+NO_DECODE = {V5E: {"functions": ("step", "prefill")}}  # for which notebooks are compiled
 WHOLE = {"model": LLAMA3_8B, "num_layers": 32, "on": FITTING} | LARGE
 WHOLE_QWEN = WHOLE | {"model": QWEN3_8B, "num_layers": 36}
 DEEP = LARGE | {"num_slots": 4, "functions": DECODE}
@@ -161,19 +162,21 @@ INFER = {"control": "entropyinfer", "functions": ("prefill",)}
 GPT_OSS = MEDIUM | {"model": GPT_OSS_20B, "num_layers": 24, "functions": DECODE}
 # A name, the chips for which it is seldom compiled, and the other settings.
 _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-    ("small", (V6E,), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256}),
+    ("small", (V6E,), {"model": SMALL, "num_slots": 16, "max_length": 32768, "prefill_batch": 256, "on": NO_DECODE}),
     ("llama3_8b, 2 layers", (V5E, V6E, HOPPER), LARGE | {"model": LLAMA3_8B}),
-    ("llama3_8b, 32 layers", (V5E,), WHOLE),
+    # slices of TPUs compile the same attention
+    ("llama3_8b, 32 layers", (V5E, V6E), WHOLE),
     ("gemma2_2b, 26 layers", (V5E, V6E, HOPPER), DEEP | {"model": GEMMA2_2B, "num_layers": 26, "max_length": 16384}),
     ("gemma3_4b, 34 layers", (V5E, HOPPER), DEEP | {"model": GEMMA3_4B, "num_layers": 34, "max_length": 16384}),
     # TPUs have too little memory for its weights
     ("phi_4, 40 layers", (V5E, V6E), DEEP | {"model": PHI_4, "num_layers": 40, "max_length": 8192}),
     ("olmo2_7b, 32 layers", (V5E, V6E, HOPPER), DEEP | {"model": OLMO2_7B, "num_layers": 32, "max_length": 4096}),
-    ("adaptive", (V6E,), WHOLE | {"control": "adaptive"}),
+    ("adaptive", (V6E,), WHOLE | {"control": "adaptive", "functions": DECODE}),
     # the two read by one kernel
     ("entropyinfer llama3_8b", (V6E, V5E), WHOLE | INFER),
     ("entropyinfer qwen3_8b", (V6E, HOPPER), WHOLE_QWEN | INFER),
-    ("last masses", (V6E, HOPPER), WHOLE | {"control": "paper", "functions": DECODE}),
+    # notebooks compile preset "guarded" for a TPU v5e
+    ("last masses", (V5E, V6E, HOPPER), WHOLE | {"control": "paper", "functions": DECODE}),
     # page tables and groups of query heads that are no power of two
     ("smollm2_135m, paper", (V5E, V6E), ODD | {"control": "paper"}),
     ("smollm2_135m, certified", (V5E, V6E), ODD | {"control": "certified"}),

@@ -52,7 +52,7 @@ def decoder_programs() -> list[Program]:
         for decoding in DECODINGS
         if decoding.by_xla or backend != "xla"
         for function in functions
-        if function in decoding.functions
+        if function in decoding.for_chip(chip).functions
     ]
 
 

@@ -3,7 +3,7 @@
 The stress test of Entropic-Time Inference, section 6.2. The decision sees the entropy of logits that are multiplied by
 a scale: over 1 the model is too sure of itself, under 1 too unsure. The logits themselves stay, so that KL from dense
 attention is that of the blocks alone. A temperature fitted to the scaled logits is the scale times the old one, which
-gives the entropies of scale 1 to the bit of a rounding: recalibration undoes this error, and has no arm.
+gives the entropies of scale 1: recalibration undoes this error, and has no arm.
 
 Rows of held-out text are read as prompts but for the last tokens, which pass one by one through the decoder's step.
 "unguarded" is the paper's threshold without its guards: no floor under the entropy, no limit on the rate of theta, no
@@ -50,7 +50,7 @@ class Settings(Forced):
     model: str = setting("smollm2", "a model, or a folder with one", kind="model", quick="bundled-small")
     length: int = setting(2048, "tokens of a row", least=64, quick=161)
     controls: tuple[str, ...] = setting(tuple(CONTROLLERS), "presets", choices=tuple(CONTROLLERS), quick=("paper",))
-    scales: tuple[float, ...] = setting((0.5, 2.0, 4.0), "of the logits", least=0.01, most=100.0, quick=(4.0,))
+    scales: tuple[float, ...] = setting((0.5, 2.0, 4.0), "of the logits", least=0.01, most=100.0, quick=(100.0,))
     theta: float = setting(0.8, "the tolerance of the presets", least=0.0, most=1.0)
 
 

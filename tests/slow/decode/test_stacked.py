@@ -99,7 +99,7 @@ def lines_of(depth: int, function: str, **changes) -> int:
 @pytest.mark.parametrize(
     ("function", "changes"),
     [
-        ("step", {"controller": CERTIFIED, "draft": Drafting(most=3)}),
+        ("step", {"controller": CERTIFIED, "draft": Drafting(most=1)}),
         ("prefill", {"controller": ENTROPYINFER}),
         ("compress", {"compression": named("latent", 16, window=6, gap=3)}),
     ],
