@@ -30,6 +30,8 @@ from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace, static
 
+WINDOWS_SCORED = 2  # a layer reads its window whole in rows of more tokens than so many windows
+
 
 @pytree
 class BlockSparseLayer:
@@ -71,9 +73,8 @@ class BlockSparseLayer:
         blocks = blocks_of(wide, lengths, plant.page_size, softmax.window)
         if places is not None and chunk.turn is not None:
             blocks = replace(blocks, turn=chunk.turn.reshape(1), depth=cached.depth, last=places.last)
-        scored = long_rows(self.chooses, self.min_context, lengths)
-        if self.refresh is not None:
-            scored &= self.refresh
+        choosing = long_rows(self.chooses, self.min_context, lengths, softmax.window)
+        scored = choosing if self.refresh is None else choosing & self.refresh
         selected = self._choose(plant, softmax, grouped, cached, surprisal, blocks, scored)
         num_blocks = chunk.table.shape[1]
         opened = selected.opened[..., :num_blocks]
@@ -97,6 +98,8 @@ class BlockSparseLayer:
                 self.recorded_rows.of(block_lse), place, axis=-1, mode="fill", fill_value=-jnp.inf
             )
         heads = ByHead(kept=read.kept.reshape(len(lengths), -1), entropy=selected.entropy.reshape(len(lengths), -1))
+        if softmax.window is not None:
+            heads = replace(heads, kept=jnp.where(choosing[:, None], heads.kept, 1.0), scored=scored)
         mask = selected.mask[..., : num_words(num_blocks)]
         return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
@@ -112,17 +115,18 @@ class BlockSparseLayer:
     ) -> SelectedBlocks:
         """Return the layer's blocks, selected again for the rows that are `scored`.
 
-        A row shorter than its `min_context` uses full attention; one without `refresh` reads the blocks it read last,
+        A row that is not one of `long_rows` uses full attention; one without `refresh` reads the blocks it read last,
         and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
         the host for that: it scores rows of no tokens.
         """
         layer = _kind(plant, softmax)
-        always = self.chooses and self.refresh is None and self.min_context is None
+        always = self.chooses and self.refresh is None and self.min_context is None and softmax.window is None
         on_gpu = platform() == "gpu"
         fallback = None
         if not always:
+            long = long_rows(self.chooses, self.min_context, blocks.length, softmax.window)
             fallback = Fallback(
-                long=PerRow(array=long_rows(self.chooses, self.min_context, blocks.length).astype(jnp.int32)),
+                long=PerRow(array=long.astype(jnp.int32)),
                 refresh=None if self.refresh is None else PerRow(array=self.refresh.astype(jnp.int32)),
                 last=None if self.refresh is None else PerHead(array=self.last),
             )
@@ -179,11 +183,17 @@ class BlockSparseLayer:
         )
 
 
-def long_rows(chooses: bool, min_context: Int[Array, " r"] | None, lengths: Int[Array, " r"]) -> Bool[Array, " r"]:
-    """Return whether rows are long enough for block selection."""
+def long_rows(
+    chooses: bool, min_context: Int[Array, " r"] | None, lengths: Int[Array, " r"], window: int | None = None
+) -> Bool[Array, " r"]:
+    """Return whether rows are long enough for block selection, and no longer than it pays in a layer of a window.
+
+    There all blocks of a row are scored, of which no more than the window are read otherwise.
+    """
     if not chooses:
         return jnp.zeros_like(lengths, bool)
-    return jnp.ones_like(lengths, bool) if min_context is None else lengths >= min_context
+    long = jnp.ones_like(lengths, bool) if min_context is None else lengths >= min_context
+    return long if window is None else long & (lengths <= WINDOWS_SCORED * window)
 
 
 def _kind(plant: Plant, softmax: Softmax) -> LayerKind:

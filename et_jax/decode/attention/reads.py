@@ -89,10 +89,14 @@ class AllRead:
 
 @pytree
 class ByHead:
-    """The result of a selection for every query head: the share of mass `kept`, and the entropy of attention."""
+    """The result of a selection for every query head: the share of mass `kept`, and the entropy of attention.
+
+    `scored` are the rows whose blocks the layer scored, None where all layers score those that one does.
+    """
 
     kept: Float[Array, "r *l h"]
     entropy: Float[Array, "r *l h"]
+    scored: Bool[Array, "r *l"] | None = None
 
 
 def selected_reads(
@@ -100,7 +104,8 @@ def selected_reads(
 ) -> ReadStats:
     """Return the stats of block selection over the layers that select blocks; without masks and masses.
 
-    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer.
+    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer, but for layers
+    that say which rows they scored.
     """
     found = [
         jax.tree.map(lambda x: x[:, None], one.by_head)
@@ -113,17 +118,21 @@ def selected_reads(
     stats = no_reads(len(scored))
     if not found:
         return stats
-    of_all = jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *found)
-    _, layers, heads = of_all.kept.shape
+    kept = jnp.concatenate([one.kept for one in found], axis=1)
+    by_layer = [
+        jnp.broadcast_to(scored[:, None], one.kept.shape[:2]) if one.scored is None else one.scored for one in found
+    ]
     # unstacked layers one after the other, those of a scan together
-    entropies = reduce(jnp.add, (jnp.sum(total(one.entropy), axis=1) for one in found), stats.entropies)
+    sums = (jnp.sum(jnp.where(own, total(one.entropy), 0.0), axis=1) for own, one in zip(by_layer, found, strict=True))
+    least = (jnp.where(own, jnp.min(one.entropy, axis=2), jnp.inf) for own, one in zip(by_layer, found, strict=True))
+    layers = jnp.sum(jnp.concatenate(by_layer, axis=1), axis=1, dtype=jnp.int32)
     return replace(
         stats,
-        kept_mass=jnp.where(scored, jnp.min(of_all.kept, axis=(1, 2)), kept_mass),
-        summaries_read=jnp.where(scored, layers * summaries, 0),
-        entropies=jnp.where(scored, entropies, 0.0),
-        num_entropies=jnp.where(scored, float(layers * heads), 0.0),
-        least_entropy=jnp.where(scored, jnp.min(of_all.entropy, axis=(1, 2)), jnp.inf),
+        kept_mass=jnp.where(scored, jnp.min(kept, axis=(1, 2)), kept_mass),
+        summaries_read=layers * summaries,
+        entropies=reduce(jnp.add, sums, stats.entropies),
+        num_entropies=(layers * kept.shape[2]).astype(jnp.float32),
+        least_entropy=jnp.min(jnp.concatenate(list(least), axis=1), axis=1),
     )
 
 
