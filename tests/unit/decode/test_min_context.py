@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, configuration, prompt, run, same_bits, start, weights
+from small_model import MODEL, NARROW, PAGE, configuration, prompt, run, same_bits, start, weights
 
 from et_jax.control.presets import preset
 from et_jax.decode.decoder import decoder
@@ -59,3 +59,18 @@ def test_only_long_sequences_choose_blocks_whatever_the_lengths_beside_them(name
     scored = ~np.isnan(passing.signals.attention_entropy)
     np.testing.assert_array_equal(scored, passing.signals.length >= LEAST)
     assert scored.any() and not scored.all() and math.isfinite(passing.signals.entropy.sum())
+
+
+def test_a_window_is_read_whole_where_scores_cost_more():
+    """Rows of more than two windows score the blocks of the other layers alone."""
+    d = decoder(configuration(model=NARROW, controller=preset("certified", tolerance=0.5, min_blocks=1, window=4)))
+    state = start(d, weights(model=NARROW), d.empty(), 0, prompt(0, SHORT), seed=0, limit=STEPS)
+    row = run(d, weights(model=NARROW), state)[1][0]
+    layers = np.where(row.signals.length <= 12, 2, 1)
+    assert set(layers) == {1, 2}
+    blocks = -(-row.signals.length // PAGE)
+    np.testing.assert_array_equal(row.signals.summaries_read, layers * blocks * NARROW.num_kv_heads)
+    assert np.all(row.signals.kept_mass >= 0.5) and np.isfinite(row.signals.attention_entropy).all()
+    first = np.maximum(row.signals.length - 6, 0) // PAGE
+    of_window = (blocks - first) * NARROW.num_kv_heads
+    assert np.all(row.signals.blocks_read[layers == 1] >= of_window[layers == 1] + NARROW.num_kv_heads)
