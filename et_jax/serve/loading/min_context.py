@@ -20,7 +20,7 @@ MEASURED: Mapping[str, Mapping[str, int]] = {
 }
 """Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 
-The cases are those of steps.json, presets_epyc.json and experiments/presets.json in benchmarks/results. In the first,
+The cases are those of steps.json, presets_epyc.json and presets.json in benchmarks/results. In the first,
 with random keys of which few stand out, `paper` and `guarded` save time from 2,048 tokens on. With a real model they
 read four fifths of the blocks, and do not save time. Other platforms were not measured: presets select blocks at every
 length there.
