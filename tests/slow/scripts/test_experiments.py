@@ -10,6 +10,7 @@ import pytest
 
 from et_jax.models.calibration import write_calibration
 from scripts.chip import cases, processes
+from scripts.experiments.predictors import auc
 from scripts.measuring import experiment, runner
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.shapes import SMALL, even_heads, random_folder
@@ -88,6 +89,19 @@ def miscalibration(run):
     for figure in ("theta", "divergence"):
         assert value(run, "logits x 1", figure) < value(run, "logits x 100", figure)
     assert value(run, "logits x 1", "share_read") > value(run, "logits x 100", "share_read")
+
+
+def predictors(run):
+    """A signal is compared with both kinds of tokens in every row."""
+    for arm in ("next-token entropy", "unread mass"):
+        for figure in ("wrong", "costly"):
+            assert np.all((rows(run, arm, figure) >= 0) & (rows(run, arm, figure) <= 1))
+
+
+def test_auc_is_the_share_of_pairs_in_order():
+    signal, kind = np.array([[3.0, 1.0, 2.0, 2.0]]), np.array([[True, False, True, False]])
+    assert auc(signal, kind).tolist() == [3.5 / 4]  # 3 > 1, 3 > 2, 2 > 1, and a tie
+    assert np.isnan(auc(signal, np.ones_like(kind))).all()
 
 
 def prefill(run):
