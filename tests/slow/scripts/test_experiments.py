@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("hardly_optimised")
 SHAPE = dataclasses.replace(SMALL, vocab_size=4096, max_positions=256)
 TEXT = REPOSITORY / "et_jax/models/calibrations/text.txt"
 APART = {"gguf", "drafting"}  # it needs llama.cpp; it takes minutes and has no part of its own
-TRAINED = {"switching"}  # that take the bundled models
+TRAINED = {"switching", "predictors"}  # that take the bundled models
 
 
 @pytest.fixture(scope="module")
