@@ -35,8 +35,8 @@ FIGURES = OF_SCORES | {
 def unguarded(theta: float) -> Controller:
     """Return the law of theta and the selector of preset `paper` without the guards around them."""
     paper: Any = preset("paper", tolerance=theta)
-    [limited] = (law for law in paper.law.laws if isinstance(law, RateLimited))
-    return Controller(law=limited.law.law, selector=paper.selector.selector)
+    floored: Any = next(law.law for law in paper.law.laws if isinstance(law, RateLimited))
+    return Controller(law=floored.law, selector=paper.selector.selector)
 
 
 CONTROLLERS = {"unguarded": unguarded} | {
