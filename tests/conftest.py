@@ -29,7 +29,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
-# Tracing makes many objects and few cycles: looking for cycles as often as Python does takes a fifteenth of the time.
+# Tracing makes many objects and few cycles. Python's own thresholds cost about 7% of the CPU time of the tests.
 gc.set_threshold(100_000, 50, 100)
 
 

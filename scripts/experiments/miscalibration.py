@@ -1,7 +1,7 @@
-"""What do a model's wrong confidences change of what is read, and do guards help?
+"""Does an overconfident model read too few blocks, and do guards help?
 
 The stress test of Entropic-Time Inference, section 6.2. The decision sees the entropy of logits that are multiplied by
-a scale: over 1 the model is too sure of itself, under 1 too unsure. The logits themselves stay, so that KL from dense
+a scale: above 1 the model is overconfident, below 1 underconfident. The logits themselves stay, so that KL from dense
 attention is that of the blocks alone. A temperature fitted to the scaled logits is the scale times the old one, which
 gives the entropies of scale 1: recalibration undoes this error, and has no arm.
 
@@ -49,7 +49,7 @@ class Settings(Forced):
 
     model: str = setting("smollm2", "a model, or a folder with one", kind="model", quick="bundled-small")
     length: int = setting(2048, "tokens of a row", least=64, quick=161)
-    controls: tuple[str, ...] = setting(tuple(CONTROLLERS), "presets", choices=tuple(CONTROLLERS), quick=("paper",))
+    controls: tuple[str, ...] = setting(tuple(CONTROLLERS), "controllers", choices=tuple(CONTROLLERS), quick=("paper",))
     scales: tuple[float, ...] = setting((0.5, 2.0, 4.0), "of the logits", least=0.01, most=100.0, quick=(100.0,))
     theta: float = setting(0.8, "the tolerance of the presets", least=0.0, most=1.0)
 

@@ -1,4 +1,4 @@
-"""Which signal tells a token whose prediction is wrong, or that loses most by what attention leaves unread?
+"""Which signal predicts wrong tokens, and tokens that lose most by unread blocks?
 
 Rows of held-out text are read as prompts but for the last tokens, which pass one by one through the decoder's step,
 under dense attention and under a certificate for one tolerance, whose signals are compared. A signal's AUC is the

@@ -30,7 +30,7 @@ from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace, static
 
-WINDOWS_SCORED = 2  # a layer reads its window whole in rows of more tokens than so many windows
+WINDOWS_SCORED = 2  # windows; a layer with a window scores no blocks of longer rows
 
 
 @pytree
@@ -115,7 +115,7 @@ class BlockSparseLayer:
     ) -> SelectedBlocks:
         """Return the layer's blocks, selected again for the rows that are `scored`.
 
-        A row that is not one of `long_rows` uses full attention; one without `refresh` reads the blocks it read last,
+        A row outside `long_rows` uses full attention; one without `refresh` reads the blocks it read last,
         and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
         the host for that: it scores rows of no tokens.
         """
@@ -186,9 +186,10 @@ class BlockSparseLayer:
 def long_rows(
     chooses: bool, min_context: Int[Array, " r"] | None, lengths: Int[Array, " r"], window: int | None = None
 ) -> Bool[Array, " r"]:
-    """Return whether rows are long enough for block selection, and no longer than it pays in a layer of a window.
+    """Return whether a layer selects blocks for rows: not for those below `min_context`.
 
-    There all blocks of a row are scored, of which no more than the window are read otherwise.
+    A layer with a window selects none for rows of more than `WINDOWS_SCORED` windows. Scores cover all blocks of a row,
+    but full attention reads those in the window alone.
     """
     if not chooses:
         return jnp.zeros_like(lengths, bool)

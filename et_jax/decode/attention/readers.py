@@ -73,7 +73,7 @@ class BlockSparse:
     A row without `refresh` reads the blocks of `block_mask`, the last ones, again; `kept_mass` is their share of mass
     then. None selects for every row. `selectors` are those of every layer, their numbers
     with an entry per row. A row of fewer than `min_context` tokens uses full attention without scores; None scores
-    every row. So does a layer with a window in rows that are much longer. Without `chooses` no row
+    every row. A layer with a window uses full attention for rows much longer than it. Without `chooses` no row
     is that long, and the program contains no selection. `skipped` counts the
     leading blocks in which a KV head has no entries, None if all heads have all. `block_mass` is the share of each
     query head on each block when it was last read; None if no selector uses it. With `residual` unread

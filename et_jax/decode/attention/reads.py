@@ -91,7 +91,7 @@ class AllRead:
 class ByHead:
     """The result of a selection for every query head: the share of mass `kept`, and the entropy of attention.
 
-    `scored` are the rows whose blocks the layer scored, None where all layers score those that one does.
+    `scored` are the rows whose blocks the layer scored, None for a layer that scores the rows of the other layers.
     """
 
     kept: Float[Array, "r *l h"]
@@ -104,8 +104,8 @@ def selected_reads(
 ) -> ReadStats:
     """Return the stats of block selection over the layers that select blocks; without masks and masses.
 
-    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer, but for layers
-    that say which rows they scored.
+    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer, unless the
+    layer records which rows it scored.
     """
     found = [
         jax.tree.map(lambda x: x[:, None], one.by_head)

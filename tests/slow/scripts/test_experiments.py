@@ -85,7 +85,7 @@ def compression(run):
 
 
 def miscalibration(run):
-    """Who is too sure prunes more, by a greater theta."""
+    """An overconfident model has a greater theta, and reads fewer blocks."""
     for figure in ("theta", "divergence"):
         assert value(run, "logits x 1", figure) < value(run, "logits x 100", figure)
     assert value(run, "logits x 1", "share_read") > value(run, "logits x 100", "share_read")

@@ -61,8 +61,7 @@ def test_only_long_sequences_choose_blocks_whatever_the_lengths_beside_them(name
     assert scored.any() and not scored.all() and math.isfinite(passing.signals.entropy.sum())
 
 
-def test_a_window_is_read_whole_where_scores_cost_more():
-    """Rows of more than two windows score the blocks of the other layers alone."""
+def test_a_layer_with_a_window_scores_no_blocks_of_rows_longer_than_two_windows():
     d = decoder(configuration(model=NARROW, controller=preset("certified", tolerance=0.5, min_blocks=1, window=4)))
     state = start(d, weights(model=NARROW), d.empty(), 0, prompt(0, SHORT), seed=0, limit=STEPS)
     row = run(d, weights(model=NARROW), state)[1][0]
