@@ -31,8 +31,8 @@ class Answer:
     cached blocks read, over the tokens of the answer, `share_bytes` that of their bytes, with the scored summaries.
     Of the prompt `prompt_share_read` was read, with `prompt_mass_kept` of the attention on it; of all tokens
     `share_held` were in the cache at the end. Of two models in turns the large one produced `share_by_model` of the
-    answer, and `share_agreed` of one's tokens were the likeliest to the other. These are None if they were not
-    measured, or do not apply.
+    answer, and `share_agreed` of one's tokens were the likeliest to the other. `entropy` (nats) and `attention_entropy`
+    (from 0 to 1) are means over the answer's tokens. These are None if they were not measured, or do not apply.
     """
 
     example: Example
@@ -46,6 +46,8 @@ class Answer:
     share_held: float | None = None
     share_by_model: float | None = None
     share_agreed: float | None = None
+    entropy: float | None = None
+    attention_entropy: float | None = None
 
 
 class Answers(list[Answer]):

@@ -46,7 +46,7 @@ def evaluate(
                 length=length,
                 text=completion.checked().text,
                 right=right(given, completion.text),
-                **_shares(completion),
+                **_figures(completion),
             )
     return Answers(answers[i] for i in range(len(asked)))
 
@@ -64,10 +64,10 @@ def chat_tokens(tokenizer: Tokenizer) -> int:
     return len(tokenizer.chat([{"role": "user", "content": f"{_INSTRUCTION}\n\n"}])) + 1
 
 
-def _shares(completion: "Completion") -> dict[str, float | None]:
-    """Return the shares of an answer."""
+def _figures(completion: "Completion") -> dict[str, float | None]:
+    """Return the shares and the entropies of an answer."""
     totals = Totals.of([completion])
-    shares = {
+    figures = {
         "share_read": totals.share_read if totals.blocks_held else 0.0,
         "share_bytes": totals.share_bytes,
         "prompt_share_read": totals.prompt_share_read,
@@ -75,8 +75,10 @@ def _shares(completion: "Completion") -> dict[str, float | None]:
         "share_held": totals.share_cached if totals.tokens_left_out else None,
         "share_by_model": 1 - totals.small_share,
         "share_agreed": ratio(totals.agreed, totals.audited),
+        "entropy": totals.entropy,
+        "attention_entropy": totals.attention_entropy,
     }
-    return {name: known_or_none(share) for name, share in shares.items()}
+    return {name: known_or_none(figure) for name, figure in figures.items()}
 
 
 def counter(model: "Model") -> CountTokens:

@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from et_jax.control import refresh, tolerance
-from et_jax.control.base import chain
+from et_jax.control import refresh
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
 from et_jax.serve.model import Model
-from et_jax.types import replace
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
-from scripts.measuring.selectors import guarded, quest
+from scripts.measuring.selectors import quest, reading
 from scripts.measuring.text import texts
 from scripts.measuring.timing import Round
 
@@ -50,7 +48,7 @@ def controller(name: str) -> Controller:
     if name in PRESETS:
         return preset(name) if name == "off" else preset(name, min_context=0)
     share, interval = QUEST[name]
-    return replace(guarded(quest), law=chain(Controller.law, tolerance.Constant(share), refresh.Every(interval)))
+    return reading(quest, share, refresh.Every(interval))
 
 
 def decoding(model: Model, name: str, prompt: list[int], tokens: int) -> Round:

@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -26,17 +25,12 @@ from et_jax.control.presets import preset
 from et_jax.control.view import BlockView, coded_mass
 from et_jax.types import replace
 from scripts.measuring.experiment import Figure, Group, Missed, setting
-from scripts.measuring.selectors import guarded, quest, true_mass
+from scripts.measuring.selectors import guarded, quest, true_mass, window
 from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
 from scripts.measuring.teacher_forced import Forced, Scores
 
 FIGURES = OF_SCORES | {"share_bytes": Figure(header="bytes moved")}
 LEAST = 1e-9  # nats, below which float32 tells no two distributions apart
-
-
-def window(view: BlockView) -> Bool[Array, " n"]:
-    """Return the first tokens and the last, a share `tolerance` of all (StreamingLLM)."""
-    return select.SinksWindow(16, jnp.round(view.tolerance * view.length.astype(jnp.float32)).astype(jnp.int32))(view)
 
 
 def chance(view: BlockView) -> Bool[Array, " n"]:

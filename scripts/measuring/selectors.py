@@ -3,16 +3,23 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from et_jax.control import select
+from et_jax.control import select, tolerance
+from et_jax.control.base import Law, chain
 from et_jax.control.controller import Controller
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, needing
+from et_jax.types import replace
 
 
 def quest(view: BlockView) -> Bool[Array, " n"]:
     """Return Quest's blocks, a share `tolerance` of all."""
     count = view.tolerance * jnp.sum(view.num_tokens > 0, dtype=jnp.float32)
     return select.Quest(jnp.round(count).astype(jnp.int32))(view)
+
+
+def window(view: BlockView) -> Bool[Array, " n"]:
+    """Return the first tokens and the last, a share `tolerance` of all (StreamingLLM)."""
+    return select.SinksWindow(16, jnp.round(view.tolerance * view.length.astype(jnp.float32)).astype(jnp.int32))(view)
 
 
 @needing("masses")
@@ -28,3 +35,8 @@ def true_mass(view: BlockView) -> Bool[Array, " n"]:
 def guarded(selector: AnySelector, residual: bool = False) -> Controller:
     """Return a controller that reads what a selector opens, the first block and the newest."""
     return Controller(selector=select.Guarded(selector, sinks=1, window=1, min_blocks=0), residual=residual)
+
+
+def reading(selector: AnySelector, share: float, *laws: Law) -> Controller:
+    """Return `guarded` of a selector that reads a share of the blocks, with more laws."""
+    return replace(guarded(selector), law=chain(Controller.law, tolerance.Constant(share), *laws))
