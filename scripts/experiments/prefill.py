@@ -2,7 +2,8 @@
 
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
-segments. "entropy" is EntropyInfer's budget; "shuffled" gives a head the budget of another one of its layer.
+segments. "entropy" is EntropyInfer's budget, by the change of a head's entropy; "shuffled" gives a head the budget of another one
+of its layer. "level" is proportional to the entropy.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +16,13 @@ from et_jax.control.budget import Budget
 from et_jax.serve.engine import load
 from scripts.measuring import experiment, paired, text
 from scripts.measuring.experiment import Base, Figure, Group, grouped, setting
-from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedMass
+from scripts.measuring.prompts import Prompts, SizedConstant, SizedEntropy, SizedLevel, SizedMass
 
 ARMS: dict[str, tuple[Callable[..., Budget], dict[str, Any]]] = {
     "constant": (SizedConstant, {}),
     "entropy": (SizedEntropy, {}),
     "entropy, shuffled": (SizedEntropy, {"shuffled": True}),
+    "level": (SizedLevel, {}),
     "mass": (SizedMass, {}),
     "newest": (SizedConstant, {"newest": True}),
 }

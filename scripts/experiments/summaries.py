@@ -65,7 +65,9 @@ def groups(settings: Settings) -> Iterator[Group]:
             f"--length is {settings.length}; give more than {settings.tokens + BESIDES} tokens, and at most "
             f"{served.max_model_len} with {served.name}."
         )
-    passages = [served.tokenizer.decode(row.tolist()) for row in text.rows(served, settings.text, settings.passages, room)]
+    passages = [
+        served.tokenizer.decode(row.tolist()) for row in text.rows(served, settings.text, settings.passages, room)
+    ]
     scorer = RougeScorer(["rougeL"])
 
     @cache

@@ -12,8 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.budget import Budget, ConstantBudget, EntropyBudget, HeadBudgets, MassBudget, begun, greatest
-from et_jax.control.segment import Segment
+from et_jax.control.budget import (
+    Budget,
+    ConstantBudget,
+    EntropyBudget,
+    HeadBudgets,
+    LevelBudget,
+    MassBudget,
+    begun,
+    greatest,
+)
+from et_jax.control.segment import Segment, block_entropy
 from et_jax.decode.attention.budgeted import Budgeted
 from et_jax.decode.cache import kv
 from et_jax.decode.chunk import Chunk
@@ -71,6 +80,17 @@ class SizedEntropy(Sized, EntropyBudget):
         tokens, after = self.given(segment, state)
         key = jax.random.fold_in(jax.random.key(segment.layer), segment.index)
         return best(segment, jax.random.permutation(key, tokens) if self.shuffled else tokens), after
+
+
+@value
+class SizedLevel(Sized, LevelBudget):
+    """`LevelBudget` of a traced size."""
+
+    tokens: Number = 2048.0
+
+    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
+        """Return the blocks to read."""
+        return best(segment, self.tokens * block_entropy(segment)), state
 
 
 @value
