@@ -2,8 +2,8 @@
 
 Rows of text are read segment by segment, each with the blocks that its budget chooses; the first two segments and the
 first layer are dense. The size of a budget is searched until it reads the wanted share of the blocks before the
-segments. "entropy" is EntropyInfer's budget, by the change of a head's entropy; "shuffled" gives a head the budget of another one
-of its layer. "level" is proportional to the entropy.
+segments. "entropy" is EntropyInfer's budget, by the change of a head's entropy; "shuffled" gives a head the budget of
+another one of its layer. "level" is proportional to the entropy.
 """
 
 from collections.abc import Callable, Iterator
