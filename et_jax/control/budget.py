@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.bisect import above_threshold
 from et_jax.control.segment import Segment, block_entropy, log_share
-from et_jax.sums import log_sum_exp, total
+from et_jax.sums import total
 from et_jax.types import pytree, static, value
 
 
@@ -42,11 +42,6 @@ class Budget:
     def _check(self, name: str, fine: bool, wanted: str) -> None:
         if not fine:
             raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)!r}; it must be {wanted}")
-
-    @property
-    def needs_interval(self) -> bool:
-        """Whether it uses `Segment.interval`."""
-        return False
 
     @property
     def compares_heads(self) -> bool:
@@ -220,44 +215,6 @@ class MassBudget(Budget):
             return total(jnp.where(opened, 0.0, share)) <= self.left
 
         return above_threshold(jnp.where(segment.visible, share, -1.0), fine) & segment.visible, state
-
-
-@value
-class CertifiedBudget(Budget):
-    """The fewest blocks that provably leave at most `left` of the mass of every query of the segment unread.
-
-    The mass of a block of n tokens lies between n e^low and n e^high, and a share of
-
-        sum over unread of e^high / (sum over unread of e^high + sum over read of e^low)
-
-    bounds what a query leaves unread of all blocks before its segment. The interval holds for an entire group of
-    queries and an entire block of keys, so it is wide: wide intervals lead to full attention.
-    """
-
-    left: float = static(default=0.05)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("left", 0 <= self.left <= 1, "from 0 to 1")
-
-    @property
-    def needs_interval(self) -> bool:
-        """Always."""
-        return True
-
-    def choose(self, segment: Segment, state: Any) -> tuple[Bool[Array, "k n"], Any]:
-        """Return the blocks to read."""
-        assert segment.interval is not None
-        least = jnp.finfo(jnp.float32).min
-        low, high = (jnp.where(segment.visible, x, least) for x in (segment.interval.low, segment.interval.high))
-        most = jnp.max(high - log_sum_exp(low)[..., None], axis=1)
-
-        def fine(opened: Bool[Array, "k n"]) -> Bool[Array, " k"]:
-            read = log_sum_exp(jnp.where(opened[:, None], low, least))
-            unread = log_sum_exp(jnp.where(opened[:, None], least, high))
-            return jnp.all(jax.nn.sigmoid(unread - read) <= self.left, axis=1)
-
-        return above_threshold(jnp.where(segment.visible, most, least), fine) & segment.visible, state
 
 
 @pytree

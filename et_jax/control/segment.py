@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from et_jax.control.bounds import Interval
 from et_jax.sums import log_softmax, total
 from et_jax.types import pytree, static
 
@@ -20,13 +19,11 @@ class Segment:
 
     `score` estimates the attention of each KV head's queries to a block (`observed`), times the model's `scale`, the
     1/sqrt(d) of its attention; `visible` masks the blocks entirely before the segment, of `block_size` tokens each.
-    `interval` bounds the scores of any key of a block for any query of a group, over the groups `x`; None unless the
-    budget needs it. `layer` is the layer's number, `index` the number of earlier segments of the prompt.
+    `layer` is the layer's number, `index` the number of earlier segments of the prompt.
     """
 
     score: Float[Array, "k n"]
     visible: Bool[Array, " n"]
-    interval: Interval | None
     index: Int[Array, ""]
     layer: Int[Array, ""]
     block_size: int = static()
@@ -47,40 +44,6 @@ def observed(
     middle = jnp.where(jnp.any(real), 0.5 * (high + low), 0.0)
     ends = [jnp.einsum("kgd,knd->kgn", middle, key, precision=HIGHEST) for key in (key_min, key_max)]
     return jnp.mean(jnp.maximum(*ends), axis=1)
-
-
-def interval(
-    q: Float[Array, "t k g d"],
-    real: Bool[Array, " t"],
-    key_min: Float[Array, "k n d"],
-    key_max: Float[Array, "k n d"],
-    group: int,
-) -> Interval:
-    """Return bounds on query . key, "k x n", for every `group` queries in a row, of each query head, and block of keys.
-
-    With m the middle of the queries' box and r half its width, channel by channel:
-
-        sum_c min(m_c min_c, m_c max_c) - r_c |key|_c <= q . key <= sum_c max(m_c min_c, m_c max_c) + r_c |key|_c
-
-    where |key| is the greatest size of a channel in the block. A group without a real query has the least float
-    as its upper ends, and so requires nothing.
-    """
-    t, k, g, d = q.shape
-    padded = jnp.pad(q, ((0, -t % group), (0, 0), (0, 0), (0, 0))).reshape(-1, group, k, g, d)
-    here = jnp.pad(real, (0, -t % group)).reshape(-1, group)[:, :, None, None, None]
-    high = jnp.max(padded, axis=1, where=here, initial=-jnp.inf)
-    low = jnp.min(padded, axis=1, where=here, initial=jnp.inf)
-    some = jnp.any(here, axis=1)
-    middle, radius = (jnp.where(some, 0.5 * x, 0.0) for x in (high + low, high - low))
-    size = jnp.maximum(jnp.abs(key_min), jnp.abs(key_max))
-
-    def times(rows: Float[Array, "y k g d"], key: Float[Array, "k n d"]) -> Float[Array, "k x n"]:
-        return jnp.einsum("ykgd,knd->kygn", rows, key, precision=HIGHEST).reshape(k, -1, key.shape[1])
-
-    up, down, apart = jnp.maximum(middle, 0.0), jnp.minimum(middle, 0.0), times(radius, size)
-    low = times(up, key_min) + times(down, key_max) - apart
-    high = times(up, key_max) + times(down, key_min) + apart
-    return Interval(low=low, high=jnp.where(jnp.repeat(some.reshape(-1), g)[:, None], high, jnp.finfo(high.dtype).min))
 
 
 def block_entropy(segment: Segment, *, printed: bool = False) -> Float[Array, " k"]:

@@ -11,7 +11,6 @@ import numpy as np
 
 import et_jax.control
 from et_jax.control import (
-    budget,
     clock,
     draft,
     draft_speed,
@@ -48,7 +47,6 @@ EXAMPLES = [
     select.Quest(3),
     temperature_rules.CoolOnly(temperature_rules.Newton(2.0)),
     tolerance.Shuffled(np.ones((2, 3))),
-    budget.CertifiedBudget(),
     draft_speed.RooflineLength(
         times=draft.StepTimes(plain=1.0, plain_cached=0.1, drafted=0.5, drafted_cached=0.1, row=0.1, row_cached=0.0)
     ),

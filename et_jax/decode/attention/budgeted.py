@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from et_jax.control.budget import Budget, PromptRecord
-from et_jax.control.segment import Segment, interval, observed
+from et_jax.control.segment import Segment, observed
 from et_jax.decode.attention.blocks import count_blocks
 from et_jax.decode.attention.reading import list_blocks
 from et_jax.decode.attention.summaries import of_blocks
@@ -169,16 +169,12 @@ class BudgetedOfLayer:
         low, high = box[..., :d], box[..., d : 2 * d]
         real = jnp.arange(t) < chunk.count[:, None]
         score = jax.vmap(observed)(grouped, real, low, high) * scale
-        bounds = None
-        if budget.needs_interval:
-            bounds = jax.vmap(partial(interval, group=plant.page_size))(grouped * scale, real, low, high)
 
         def one(every: Any, row: tuple) -> tuple[Any, Bool[Array, "k n"]]:
-            slot, start, count, visible, score, bounds = row
+            slot, start, count, visible, score = row
             segment = Segment(
                 score=score,
                 visible=visible,
-                interval=bounds,
                 index=start // t,
                 layer=self.layer,
                 block_size=plant.page_size,
@@ -190,7 +186,7 @@ class BudgetedOfLayer:
             )
             return put, opened
 
-        rows = chunk.slot, chunk.start, chunk.count, visible, score, bounds
+        rows = chunk.slot, chunk.start, chunk.count, visible, score
         state, opened = jax.lax.scan(one, self.state, rows)
         return opened, state
 

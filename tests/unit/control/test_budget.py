@@ -1,4 +1,4 @@
-"""What a segment of a prompt reads: budgets against an independent program, bounds against every query and key."""
+"""What a segment of a prompt reads: budgets against an independent program."""
 
 import entropyinfer
 import jax
@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from et_jax.control.bounds import Interval
-from et_jax.control.budget import CertifiedBudget, ConstantBudget, EntropyBudget, LevelBudget, MassBudget
-from et_jax.control.segment import Segment, block_entropy, interval, observed
+from et_jax.control.budget import ConstantBudget, EntropyBudget, LevelBudget, MassBudget
+from et_jax.control.segment import Segment, block_entropy, observed
 from et_jax.types import replace
 
 HEADS, GROUP, WIDTH, SEGMENT, BLOCK = 3, 2, 16, 32, 8
@@ -23,13 +22,12 @@ def tensors(number: int, length: int = 8 * SEGMENT, spread: float = 1.0):
     return [(size * walk).astype(np.float32) for walk in walks]
 
 
-def segment_of(score, visible=None, bounds: Interval | None = None, index: int = 1, scale: float = 1.0) -> Segment:
+def segment_of(score, visible=None, index: int = 1, scale: float = 1.0) -> Segment:
     """A segment of these scores; all blocks are visible unless it says which."""
     score = jnp.asarray(score, jnp.float32)
     return Segment(
         score=score,
         visible=jnp.ones(score.shape[1], bool) if visible is None else jnp.asarray(visible),
-        interval=bounds,
         index=jnp.int32(index),
         layer=jnp.int32(1),
         block_size=BLOCK,
@@ -44,7 +42,7 @@ def ends(k):
     return jnp.asarray(cut.min(axis=2)), jnp.asarray(cut.max(axis=2))
 
 
-def segments(q, k, *, with_interval=False):
+def segments(q, k):
     """Every segment of a prompt, as a budget sees it."""
     low, high = ends(k)
     for s, start in enumerate(range(0, q.shape[2], SEGMENT)):
@@ -53,26 +51,25 @@ def segments(q, k, *, with_interval=False):
         yield segment_of(
             seen(part, real, low, high) * SCALE,
             np.arange(low.shape[1]) < start // BLOCK,
-            bounding(part * SCALE, real, low, high) if with_interval else None,
             index=s,
             scale=SCALE,
         )
 
 
-seen, bounding = jax.jit(observed), jax.jit(lambda q, real, low, high: interval(q, real, low, high, BLOCK))
+seen = jax.jit(observed)
 
 
 def run(budget, q, k):
     """The blocks opened, "k s n"."""
     kept, opened = budget.started(HEADS), []
     choose = jax.jit(budget.choose)
-    for segment in segments(q, k, with_interval=budget.needs_interval):
+    for segment in segments(q, k):
         chosen, kept = choose(segment, kept)
         opened.append(np.asarray(chosen))
     return np.stack(opened, axis=1)
 
 
-def test_queries_past_the_end_of_a_segment_are_not_observed_and_ask_for_nothing():
+def test_queries_past_the_end_of_a_segment_are_not_observed():
     q, k = tensors(1, SEGMENT)
     part, low_high = jnp.asarray(q.transpose(2, 0, 1, 3)), ends(k)
     real = jnp.arange(SEGMENT) < 10
@@ -80,8 +77,6 @@ def test_queries_past_the_end_of_a_segment_are_not_observed_and_ask_for_nothing(
     for filler in (99.0, -99.0):
         np.testing.assert_array_equal(observed(part.at[10:].set(filler), real, *low_high), expected)
     np.testing.assert_array_equal(observed(part, real & False, *low_high), 0.0)
-    high = bounding(part, real, *low_high).high.reshape(HEADS, SEGMENT // BLOCK, -1)
-    assert np.all(high[:, :2] > -1e6) and np.all(high[:, 2:] < -1e30)  # groups of eight queries
 
 
 @pytest.mark.parametrize("printed", [True, False])
@@ -161,35 +156,3 @@ def test_mass_takes_the_fewest_blocks_that_hold_it():
             fewest = 1 + np.flatnonzero(1 - np.cumsum(ranked) <= 0.1)[0]
             assert got[head, s].sum() == fewest
             assert share[head, s][got[head, s]].min() >= ranked[fewest - 1] - 1e-6
-
-
-@pytest.mark.parametrize("spread", [0.3, 3.0])
-def test_intervals_contain_every_score_and_a_certificate_holds_for_every_query(spread):
-    q, k = tensors(7, 4 * SEGMENT, spread=spread)
-    k[:, :BLOCK] = 40.0 * q.mean(axis=(1, 2))[:, None]  # a block of keys that every query attends to
-    opened = run(CertifiedBudget(left=0.05), q, k)
-    for s, segment in enumerate(segments(q, k, with_interval=True)):
-        start, num_blocks = s * SEGMENT, k.shape[1] // BLOCK
-        part = q[:, :, start : start + SEGMENT].astype(np.float64)
-        score = (np.einsum("kgtd,kud->kgtu", part, k) * SCALE).reshape(HEADS, GROUP, SEGMENT, num_blocks, BLOCK)
-        grouped = score.reshape(HEADS, GROUP, -1, BLOCK, num_blocks, BLOCK)
-        low, high = (
-            f(grouped, axis=(3, 5)).transpose(0, 2, 1, 3).reshape(HEADS, -1, num_blocks) for f in (np.min, np.max)
-        )
-        assert segment.interval is not None
-        slack = 1e-5 * np.abs(score).max()
-        assert np.all(segment.interval.low <= low + slack) and np.all(segment.interval.high >= high - slack)
-        if s:
-            before = score[..., : start // BLOCK, :]
-            weight = np.exp(before - before.max(axis=(3, 4), keepdims=True)).sum(axis=-1)
-            left = np.where(opened[:, None, None, s, : start // BLOCK], 0.0, weight).sum(axis=-1)
-            assert np.all(left <= 0.05 * weight.sum(axis=-1) + 1e-9)
-
-
-def test_a_certificate_opens_no_more_than_it_must_where_a_block_stands_out():
-    bounds = Interval(low=jnp.asarray([[[9.0, 0.0, 0.0, 0.0]]]), high=jnp.asarray([[[9.5, 1.0, 1.0, 99.0]]]))
-    segment = segment_of([[0.0] * 4], np.arange(4) < 3, bounds)
-    opened, _ = CertifiedBudget(left=0.01).choose(segment, {})
-    np.testing.assert_array_equal(opened, [[True, False, False, False]])
-    opened, _ = CertifiedBudget(left=1e-6).choose(segment, {})
-    np.testing.assert_array_equal(opened, [[True, True, True, False]])
