@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.serve.engine import load
@@ -24,18 +23,9 @@ from et_jax.tasks.asking import chat_tokens, counter, evaluate, grid
 from et_jax.tasks.generators import NUM_PAIRS, TASKS
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, Missed, grouped, setting
-from scripts.measuring.selectors import quest, reading, window
+from scripts.measuring.selectors import CHOOSING
 
-CONTROLS: dict[str, Controller] = {
-    "off": preset("off"),
-    "paper": preset("paper"),
-    "guarded": preset("guarded"),
-    **{f"certified {tolerance:g}": preset("certified", tolerance=tolerance) for tolerance in (0.05, 0.2, 0.5)},
-    **{f"adaptive {tolerance:g}": preset("adaptive", tolerance=tolerance) for tolerance in (1e-4, 1e-3)},
-    **{f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)},
-    "quest": reading(quest, 0.125),
-    "sinks and window": reading(window, 0.125),
-}
+CONTROLS = CHOOSING | {f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)}
 SHARES = ("share_read", "share_bytes", "prompt_share_read")
 SIGNALS = ("entropy", "attention_entropy", "share_read")
 

@@ -13,26 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from et_jax.control.controller import Controller
-from et_jax.control.presets import preset
 from et_jax.errors import UsageError
 from et_jax.serve.completions import Completion
 from et_jax.serve.engine import load
 from et_jax.serve.totals import Totals
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Figure, Group, setting
-from scripts.measuring.selectors import quest, reading, window
+from scripts.measuring.selectors import CHOOSING
 
 REQUEST = "Summarise this text in three sentences."
 DENSE, EIGHT_BITS, NEXT = "off", "off, weights in 8 bits", "the next passage's"
-CONTROLS: dict[str, Controller] = {
-    **{name: preset(name) for name in (DENSE, "paper", "guarded")},
-    **{f"certified {tolerance:g}": preset("certified", tolerance=tolerance) for tolerance in (0.05, 0.2)},
-    **{f"adaptive {tolerance:g}": preset("adaptive", tolerance=tolerance) for tolerance in (1e-4, 1e-3)},
-    "quest": reading(quest, 0.125),
-    "sinks and window": reading(window, 0.125),
-}
-ARMS = (*CONTROLS, EIGHT_BITS, NEXT)
+ARMS = (*CHOOSING, EIGHT_BITS, NEXT)
 BESIDES = 32  # tokens for the request and the template
 
 
@@ -76,7 +67,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         asked = [f"{one.strip()}\n\n{REQUEST}" for one in passages]
         chats = [[{"role": "user", "content": one}] for one in asked]
         prompts = [model.tokenizer.chat(one) for one in chats] if settings.chat == "yes" else asked
-        control = CONTROLS.get(name, CONTROLS[DENSE])
+        control = CHOOSING.get(name, CHOOSING[DENSE])
         found = model.generate(prompts, max_tokens=settings.tokens, temperature=0.0, control=control)
         return [one.checked() for one in found]
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool
 from et_jax.control import select, tolerance
 from et_jax.control.base import Law, chain
 from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
 from et_jax.control.selector import AnySelector
 from et_jax.control.view import BlockView, needing
 from et_jax.types import replace
@@ -40,3 +41,13 @@ def guarded(selector: AnySelector, residual: bool = False) -> Controller:
 def reading(selector: AnySelector, share: float, *laws: Law) -> Controller:
     """Return `guarded` of a selector that reads a share of the blocks, with more laws."""
     return replace(guarded(selector), law=chain(Controller.law, tolerance.Constant(share), *laws))
+
+
+CHOOSING: dict[str, Controller] = {
+    **{name: preset(name) for name in ("off", "paper", "guarded")},
+    **{f"certified {at:g}": preset("certified", tolerance=at) for at in (0.05, 0.2, 0.5)},
+    **{f"adaptive {at:g}": preset("adaptive", tolerance=at) for at in (1e-4, 1e-3)},
+    "quest": reading(quest, 0.125),
+    "sinks and window": reading(window, 0.125),
+}
+"""Presets at a tolerance, and two selectors that read an eighth of the blocks; each chooses at every length."""
