@@ -18,14 +18,17 @@ def squared_error(view: BlockView) -> Float[Array, "g n"]:
     A block of n keys with mass a and weights w within errs by a |sum_i (w_i - 1/n) v_i|. For values that are
     independent of the weights and at distance r from their mean this is a^2 r^2 sum_i (w_i - 1/n)^2, and
 
-        sum_i (w_i - 1/n)^2 ~ 2 J / n,  J = log Z - log n - q . mean key = KL(even || w) >= 0
+        sum_i (w_i - 1/n)^2 ~ 2 J / n,  J = log Z - log n - mean score = KL(even || w) >= 0
 
     for weights that are nearly even; it is below 1 for all. J is the gap in Jensen's inequality, and is known
-    before a key is read. r is the greatest distance of a value from the mean, Z the estimated mass.
+    before a key is read. r is the greatest distance of a value from the mean, Z the mass by 8-bit keys, whose scores
+    have that mean. Raises ValueError for a view without them.
     """
+    if view.coded_mean is None:
+        raise ValueError("squared_error: this view has no key codes; a selector declares them by `needing`.")
     log_mass = likeliest_log_mass(view)
     count = jnp.maximum(view.num_tokens, 1).astype(jnp.float32)
-    gap = jnp.maximum(log_mass - jnp.log(count) - view.middle, 0.0)
+    gap = jnp.maximum(log_mass - jnp.log(count) - view.coded_mean, 0.0)
     uneven = jnp.minimum(2.0 * gap / count, 1.0)
     far = jnp.where(view.num_tokens > 0, view.value_radius, 0.0)
     return jnp.square(softmax(log_mass) * far) * jnp.where(view.num_tokens > 0, uneven, 0.0)

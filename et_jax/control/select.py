@@ -15,7 +15,6 @@ from et_jax.control.selector import SUMMARIES, AnySelector, Opens, Selection, Se
 from et_jax.control.view import (
     BlockView,
     Need,
-    estimated_log_mass,
     exact_at_tail,
     greater_mass,
     likeliest_log_mass,
@@ -68,7 +67,7 @@ def _ends(view: BlockView, sinks: Count, window: Count) -> Bool[Array, " n"]:
 class Guarded(Selector):
     """The blocks `selector` opens, those of the first `sinks` and last `window` tokens, and `min_blocks` at least.
 
-    The minimum is filled with the blocks of greatest estimated mass (see `view.mass`), ties together. 0
+    The minimum is filled with the blocks of greatest estimated mass (see `view.likeliest_log_mass`), ties together. 0
     turns a guard off. Opening more blocks only adds to the mass read, so a certificate stays valid. The
     defaults are a starting point; three blocks are Quest's minimum. Source: Entropic-Time Inference,
     section 3.3 (minimum active-block budget).
@@ -99,7 +98,7 @@ class Guarded(Selector):
         chosen = self.selector.choose(view)
         opened = (chosen.opened | _ends(view, self.sinks, self.window)) & (view.num_tokens > 0)
         if self.min_blocks is not None:
-            log_mass = chosen.estimate if chosen.shares else estimated_log_mass(view)
+            log_mass = chosen.estimate if chosen.shares else likeliest_log_mass(view)
             likely = jnp.max(log_softmax(log_mass), axis=0)
             opened |= _most(jnp.where(opened, jnp.inf, likely), self.min_blocks, view)
         return replace(chosen, opened=opened)

@@ -55,14 +55,13 @@ class BlockView:
     `head_tolerance` that of each query head, equal unless a head rule sets it. The tail, the block that
     the sequence ends in, is always read: `tail_log_mass` is the log of its attention mass, computed from its
     keys. `coded` bounds the log of a block's attention mass by 8-bit copies of its keys (see
-    `bounds.coded_mass`) and `mean_surprisal` is the mean of -log p of its tokens, both in nats; it is 0 for the tail,
-    because drafted tokens are verified in parallel, before each other's surprisals are known. `last_mass`
-    is the share of attention mass that a block had when it was last read, 1 if it never was. `sensitivity` is the
-    divergence, in nats, from an error of length 1 in each head's output, times the number of query heads:
-    compared with the tolerance, it gives every head an equal share. Each of the four is None unless the selector needs
-    it (see `needing`). `most_blocks` is the number of blocks of the longest sequence in the batch, None
-    if unknown: it serves only to skip work beyond it. A selector sees one view;
-    `*b` is many at once.
+    `bounds.coded_mass`), in nats, and `coded_mean` is the mean of their scores. `mean_surprisal` is the mean of -log p
+    of its tokens, in nats; it is 0 for the tail, because drafted tokens are verified in parallel, before each other's
+    surprisals are known. `last_mass` is the share of attention mass that a block had when it was last read, 1 if it
+    never was. `sensitivity` is the divergence, in nats, from an error of length 1 in each head's output, times the
+    number of query heads: compared with the tolerance, it gives every head an equal share. Each of the five is None
+    unless the selector needs it (see `needing`). `most_blocks` is the number of blocks of the longest sequence in the
+    batch, None if unknown: it serves only to skip work beyond it. A selector sees one view; `*b` is many at once.
     """
 
     query: Float[Array, "*b g d"]
@@ -81,6 +80,7 @@ class BlockView:
     tail_log_mass: Float[Array, "*b g"]
     mean_score: Interval | None = None
     coded: Interval | None = None
+    coded_mean: Float[Array, "*b g n"] | None = None
     mean_surprisal: Float[Array, "*b n"] | None = None
     sensitivity: Float[Array, "*b g"] | None = None
     last_mass: Float[Array, "*b g n"] | None = None

@@ -50,11 +50,11 @@ def flops(model: Model, tokens: Any, attended: Any = 0.0, summaries: Any = 0.0, 
     """Return the FLOPs of tokens, with at most the given numbers of attended keys, summaries and experts.
 
     They are two for each token and weight (an embedding counts only if it is the head too); four for each channel of
-    an attended key and its value; and for each channel of a summary and query 8 for the two ends of the box,
-    2 for the mean key, and 2 for every 8-bit key.
+    an attended key and its value; and for each channel of a summary and query 8 for the two ends of the box and 2
+    for the mean key, or 2 for every 8-bit key and 4 for their offset and rounding.
     """
     width = model.group_size * model.head_dim
-    looking = (10.0 + 2.0 * model.codes) * width
+    looking = (4.0 + 2.0 * model.codes if model.codes else 10.0) * width
     multiplied = model.num_multiplied * tokens + model.expert_weights * experts
     return 2.0 * multiplied + 4.0 * width * attended + looking * summaries
 

@@ -96,11 +96,12 @@ def costs(
 def _cost(plant: Plant, weights: ModelWeights, state: PlantState, by_mass_of: int) -> cost.Model:
     layer, model = state.cache.layers[0], plant.model
     num_blocks = layer.pages.shape[0] * layer.pages.shape[1]
+    unread = 0 if layer.key_codes is None else 4 * model.head_dim  # the mean key: selectors by 8-bit keys read none
     (num_experts, per_token), expert = expert_counts(model), expert_bytes(weights)
     return cost.Model(
         weights=num_bytes(weights) - num_experts * expert,
         block=num_bytes((layer.pages, layer.kv_scales)) // num_blocks,
-        summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of,
+        summary=num_bytes((layer.summary, layer.key_codes)) // num_blocks + 2 * 4 * by_mass_of - unread,
         num_multiplied=num_multiplied(model) - per_token * expert_weights(model),
         heads=plant.all_kv_heads,
         group_size=model.group_size,

@@ -103,7 +103,7 @@ def scores_program(attention: Attention, chip: Chip, function: str, slots: int, 
     integers, floats = (partial(array_on, device, kind) for kind in (jnp.int32, jnp.bfloat16))
     box, mean = (array_on(device, kind, k, num_pages, padded_width(d)) for kind in (jnp.bfloat16, jnp.float32))
     codes = array_on(device, jnp.int8, k, num_pages, *code_rows(s, d))
-    read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 2)}[function]
+    read, results = {"block_scores": ((box, mean), 3), "code_scores": ((codes, box), 3)}[function]
     arguments = (floats(slots, h, d), *read, integers(slots, n), integers(slots))
     scores = partial(getattr(kernels, function), page_size=s, scale=d**-0.5)
     taken = ""

@@ -123,7 +123,7 @@ def summaries(name: str, arguments: dict[str, Any], shape: Any, soft_cap: float 
     arrays, table = numbers(arguments), np.asarray(arguments["page_table"])
     d, s, scale = shape.head_dim, shape.page_size, shape.settings["scale"]
     size = (len(shape.lengths), shape.num_heads, shape.num_blocks)
-    found = [np.full(size, -np.inf) for _ in range(3)] if name == "block" else [np.full(size, -np.inf), np.zeros(size)]
+    found = [np.full(size, empty) for empty in ((-np.inf,) * 3 if name == "block" else (-np.inf, 0.0, 0.0))]
     for (row, length), head in ((each, head) for each in enumerate(shape.lengths) for head in range(shape.num_heads)):
         q, kv_head = arrays["q"][row, head], head // (shape.num_heads // shape.num_kv_heads)
         for block in range(-(-length // s)):
@@ -141,6 +141,7 @@ def summaries(name: str, arguments: dict[str, Any], shape: Any, soft_cap: float 
                 score = score if soft_cap == np.inf else soft_cap * np.tanh(score / soft_cap)
                 found[0][row, head, block] = np.logaddexp.reduce(score)
                 found[1][row, head, block] = scale * (np.abs(q) * step).sum() / 2
+                found[2][row, head, block] = score.mean()
     return tuple(found)
 
 

@@ -238,6 +238,7 @@ def drawn(rng: np.random.Generator, group: int, soft_cap: float | None) -> tuple
         middle=per_query(mean),
         coded=per_query(coded if soft_cap is None else np.asarray(capped(numbers(coded), soft_cap))),
         error=per_query(error),
+        coded_mean=per_query(np.where(np.isfinite(mean), mean, 0.0)),
         key=Pages(pool=numbers(pages), page=numbers(tail, jnp.int32), columns=(0, DIM)),
         value=Pages(pool=numbers(pages), page=numbers(tail, jnp.int32), columns=(DIM, 2 * DIM)),
         key_scale=None,

@@ -34,7 +34,8 @@ class SelectorInputs:
     """The inputs of selectors in one layer: inputs of `per_head`, or the arrays of one row and KV head.
 
     `low`, `high` and `middle` are the scores of every block by its summary, before a soft cap. `coded` is the log of
-    its mass by 8-bit keys, and `error` bounds its distance from the exact log mass. `key` and `value` are those of the
+    its mass by 8-bit keys, `error` bounds its distance from the exact log mass, and `coded_mean` is the mean of their
+    scores. `key` and `value` are those of the
     last page of a row, with their scales in a cache of 8 bits. The others are as in `BlockView`.
     """
 
@@ -44,6 +45,7 @@ class SelectorInputs:
     middle: Any
     coded: Any
     error: Any
+    coded_mean: Any
     key: Any
     value: Any
     key_scale: Any
@@ -75,7 +77,7 @@ def selector_inputs(
     summaries.
     """
     k, d, summaries, table = *query.shape[1::2], cached.summaries, blocks.table
-    low, high, middle, coded, error = _scores(query, cached, blocks, backend, layer.soft_cap)
+    low, high, middle, coded, error, coded_mean = _scores(query, cached, blocks, backend, layer.soft_cap)
     tail = blocks.last
     if tail is None:
         last = jnp.maximum(blocks.length - 1, 0) // cached.pages.shape[2]
@@ -100,6 +102,7 @@ def selector_inputs(
         middle=PerQuery(array=middle),
         coded=None if coded is None else PerQuery(array=coded),
         error=None if error is None else PerQuery(array=error),
+        coded_mean=None if coded_mean is None else PerQuery(array=coded_mean),
         key=of_pages(cached.pages, 0, tail),
         value=of_pages(cached.pages, d, tail),
         key_scale=scales[0],
@@ -163,6 +166,7 @@ def view_of(layer: LayerKind, inputs: SelectorInputs) -> BlockView:
         tail_log_mass=log_sum_exp(jnp.where(seen, capped(tail_score, soft_cap), jnp.finfo(jnp.float32).min)),
         mean_score=mean_score,
         coded=coded,
+        coded_mean=inputs.coded_mean,
         mean_surprisal=None if surprisal is None else jnp.where(at_tail, 0.0, surprisal),
         sensitivity=inputs.sensitivity,
         last_mass=inputs.last_mass,
@@ -198,9 +202,9 @@ def trace_scores(model: ModelShape, page_size: int, dtype: DTypeLike, key_codes:
 def _scores(
     query: Float[Array, "b k g d"], layer: LayerCache, blocks: Blocks, backend: str, soft_cap: float | None
 ) -> tuple[Float[Array, "b k g n"] | None, ...]:
-    """Return the least, greatest and mean score of every block, its log mass by key codes and the error of that.
+    """Return the least, greatest and mean score of every block, and by key codes its log mass, error and mean score.
 
-    The last two are of capped scores, the others before the cap. Without codes they are None.
+    The last three are of capped scores, the others before the cap. Without codes they are None.
     """
     b, k, g, d = query.shape
     summary, queries = layer.summaries, query.reshape(b, k * g, d)
@@ -208,7 +212,7 @@ def _scores(
     at |= {"turn": blocks.turn, "depth": blocks.depth}
     found = block_scores(queries, summary.key_box, summary.mean, blocks.table, blocks.length, **at)
     if layer.key_codes is None:
-        return *(x.reshape(b, k, g, -1) for x in found), None, None
+        return *(x.reshape(b, k, g, -1) for x in found), None, None, None
     found += code_scores(
         queries, layer.key_codes, summary.key_box, blocks.table, blocks.length, soft_cap=soft_cap, **at
     )

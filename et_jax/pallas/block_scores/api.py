@@ -65,17 +65,18 @@ def code_scores(
     turn: Int[Array, "1"] | None = None,
     depth: int = 1,
     backend: str | None = None,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return each block's log-sum-exp from 8-bit copies of its keys, and a bound on its error.
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
+    """Return each block's log-sum-exp from 8-bit copies of its keys, a bound on its error, and the mean score.
 
     A key is approximated by code * s_c + o_c, rounded to the nearest, with s_c = (max_c - min_c) / 255 and
     o_c = min_c + 128 s_c of its page's box:
 
         block_lse = log sum_(j in block) exp(cap(scale q . key_j))     in nats, float32
         error     = scale sum_c |q_c| s_c / 2                          block_lse is within it of the stored keys' own
+        mean      = mean_(j in block) cap(scale q . key_j)             likewise
 
     key_codes: a page's tokens one after the other, in the rows of `checks.code_rows`. The rest is as in `block_scores`.
-    Tokens at or past the length do not count; blocks there are -inf with error 0. cap(z) is
+    Tokens at or past the length do not count; blocks there are -inf with error and mean 0. cap(z) is
     soft_cap tanh(z / soft_cap), or z for None: its slope is at most 1, so the error bound is unchanged.
     """
     _require(q, key_box, page_table, lengths, page_size, scale)

@@ -68,7 +68,7 @@ def code_scores(
     turn: Int[Array, "1"] | None = None,
     depth: int = 1,
     interpret: bool = False,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` is as in `block_scores`."""
     b, h, d = q.shape
     k, p, _ = key_box.shape
@@ -77,15 +77,15 @@ def code_scores(
     if s < COLUMNS or s & (s - 1):
         raise unsupported(f"reads codes of pages of a power of two from {COLUMNS} tokens on, not of {s}")
     result = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
-    block_lse, error = pl.pallas_call(
+    block_lse, error, mean = pl.pallas_call(
         functools.partial(_score_codes, group=g, scale=scale, soft_cap=soft_cap, depth=depth),
         grid=(-(-n // CODED), k, b),
-        out_shape=(result, result),
+        out_shape=(result,) * 3,
         interpret=interpret,
         name="code_scores",
         **_compiled(interpret, num_warps=4, num_stages=3),
     )(q, key_codes.reshape(k, p, s, d), key_box, page_table, lengths, turn)
-    return block_lse, error
+    return block_lse, error, mean
 
 
 def _refuse_unsupported(head_dim: int) -> None:
@@ -145,6 +145,7 @@ def _score_codes(
     # outputs, in global memory
     lse_ref,
     error_ref,
+    mean_ref,
     *,
     group: int,
     scale: float,
@@ -184,12 +185,14 @@ def _score_codes(
         offset = jnp.max(offset.reshape(PARTS, heads), axis=0)  # equal in all parts
         scores = capped(scores + lax.broadcast_in_dim(offset, scores.shape, [1]), soft_cap)
         token = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+        average = jnp.sum(jnp.where(token < end, scores, 0.0), axis=0) / jnp.maximum(end, 1).astype(jnp.float32)
         scores = jnp.where(token < end, scores, -jnp.inf)
         top = finite(jnp.max(scores, axis=0))
         total = jnp.sum(jnp.exp(scores - lax.broadcast_in_dim(top, scores.shape, [1])), axis=0)
         doubt = jnp.max(jnp.sum(jnp.abs(stepped), axis=1).reshape(PARTS, heads), axis=0)
         lse_ref[row, head * group + own, block] = top + jnp.log(total)
         error_ref[row, head * group + own, block] = jnp.where(end > 0, 0.5 * doubt, 0.0)
+        mean_ref[row, head * group + own, block] = average
 
     lax.fori_loop(0, CODED, score, None)
 

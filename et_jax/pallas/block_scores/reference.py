@@ -42,7 +42,7 @@ def code_scores(
     page_size: int,
     scale: float,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
     b, h, d = q.shape
     k, n, s = key_box.shape[0], page_table.shape[1], page_size
@@ -57,10 +57,12 @@ def code_scores(
     scores = capped(jnp.einsum("bkgd,bknsd->bkgns", query, key, precision="highest"), soft_cap)
     position = jnp.arange(n * s, dtype=jnp.int32).reshape(n, s)
     seen_mask = position < lengths[:, None, None]
-    block_lse = jax.nn.logsumexp(jnp.where(seen_mask[:, None, None], scores, -jnp.inf), axis=-1)
+    seen = seen_mask[:, None, None]
+    block_lse = jax.nn.logsumexp(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    mean = jnp.sum(jnp.where(seen, scores, 0.0), axis=-1) / jnp.maximum(jnp.sum(seen, axis=-1, dtype=jnp.float32), 1.0)
     error = jnp.einsum("bkgd,bknd->bkgn", jnp.abs(query), step / 2, precision="highest")
     error = jnp.where(seen_mask[:, None, None, :, 0], error, 0.0)
-    return block_lse.reshape(b, h, n), error.reshape(b, h, n)
+    return block_lse.reshape(b, h, n), error.reshape(b, h, n), mean.reshape(b, h, n)
 
 
 def _of_blocks(summary: Array, page_table: Int[Array, "b n"]) -> Array:

@@ -73,7 +73,7 @@ def code_scores(
     soft_cap: float | None = None,
     config: RingConfig | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"]]:
+) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents. `interpret` runs the kernel on a CPU, for tests."""
     d, (k, _, rows, width) = q.shape[2], key_codes.shape
     fewest = SUBLANES * math.lcm(d, LANES) // d  # tokens in full tiles
@@ -91,7 +91,7 @@ def code_scores(
         # every query against the tokens of all heads as stored: only its own head's results count
         row, lane = (lax.broadcasted_iota(jnp.int32, (query.shape[0], k * rows), axis) for axis in (0, 1))
         first = jnp.where(lax.rem(row, k) == lax.div(lane, rows), lax.rem(lane, rows) * tokens, page_size)
-        places = []
+        places, summed = [], jnp.zeros_like(offset)
         for place in range(tokens):  # in a row
             against = jnp.pad(stepped, ((0, 0), (place * d, width - (place + 1) * d)))
             each = lax.dot_general(
@@ -103,15 +103,20 @@ def code_scores(
             )
             if soft_cap is not None:
                 each = capped(each + offset, soft_cap)
-            places.append(jnp.where(first + place < end, each, -jnp.inf))
+            counts = first + place < end
+            places.append(jnp.where(counts, each, -jnp.inf))
+            summed += _sum(jnp.where(counts, each, 0.0))
         top = jnp.max(functools.reduce(jnp.maximum, places), axis=1, keepdims=True)
         total = functools.reduce(jnp.add, (_sum(jnp.exp(each - top)) for each in places))
-        lse = top + jnp.log(total)
-        return offset + lse if soft_cap is None else lse, 0.5 * _sum(jnp.abs(stepped))
+        lse, mean = top + jnp.log(total), summed / end.astype(jnp.float32)
+        if soft_cap is None:
+            lse, mean = offset + lse, offset + mean
+        return lse, 0.5 * _sum(jnp.abs(stepped)), mean
 
     pass_over = partial(_pass_over, page_size=page_size, scale=scale, config=config, interpret=interpret)
-    block_lse, error = pass_over(score, "code_scores", q, (key_box, key_codes), page_table, lengths, [-jnp.inf, 0.0])
-    return block_lse, error
+    pools, empty = (key_box, key_codes), [-jnp.inf, 0.0, 0.0]
+    block_lse, error, mean = pass_over(score, "code_scores", q, pools, page_table, lengths, empty)
+    return block_lse, error, mean
 
 
 def _sum(each: Float[Array, "x d"]) -> Float[Array, "x 1"]:

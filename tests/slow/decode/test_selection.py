@@ -83,14 +83,14 @@ def test_the_surprisal_of_every_token_is_kept_with_its_page():
 
 @pytest.mark.parametrize("cache_dtype", [jnp.float32, jnp.int8])
 def test_codes_and_the_cache_s_own_bytes_count_in_cost(cache_dtype):
-    """A page of codes has one byte a channel and token; scoring one costs that and its summary.
+    """A page of codes has one byte a channel and token; scoring one costs that and its summary without the mean key.
 
     In 8 bits a token has the scales of its key and of its value too.
     """
     _, _, signals, _ = walk(made(selector=CERTIFIED, cache_dtype=cache_dtype), steps=2)
     size = jnp.dtype(cache_dtype).itemsize
     width = 128
-    summary = width * (4 if size == 1 else size) + width * 4 + 4 + PAGE * MODEL.head_dim
+    summary = width * (4 if size == 1 else size) + (width - MODEL.head_dim) * 4 + 4 + PAGE * MODEL.head_dim
     token = width * size + (8 if size == 1 else 0)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(weights()))
     expected = signals.blocks_read * PAGE * token + signals.summaries_read * summary + num_bytes / 3

@@ -151,9 +151,10 @@ def test_a_minimum_is_filled_by_the_last_masses_where_a_selector_goes_by_them():
 
 
 def coded(b: Blocks, **fields):
-    """The view with masses known to `apart` nats, half of it either way."""
+    """The view with masses known to `apart` nats, half of it either way, and the exact mean scores."""
     exact, apart = jnp.asarray(b.log_mass, jnp.float32), jnp.linspace(0.0, 0.5, NUM_BLOCKS)
-    return replace(b.view, coded=Interval(low=exact - apart, high=exact + apart), **fields)
+    mean = jnp.where(b.held, b.view.middle, 0.0)
+    return replace(b.view, coded=Interval(low=exact - apart, high=exact + apart), coded_mean=mean, **fields)
 
 
 expected_error = jax.jit(ExpectedError().choose)

@@ -129,7 +129,7 @@ def test_what_a_small_model_drafts_with_is_charged_to_what_came_of_it(output):
     assert [a.cost - b.cost for a, b in more] == pytest.approx([100, 100 + 12 * 16, 100])
     assert [a.flops - b.flops for a, b in more] == pytest.approx([0, 3 * 2 * 40 + 4 * 4 * 2 * 70, 0])
     coded = cost.flops(dataclasses.replace(OTHER, codes=16), 3, 5.0, 7)  # each of a block's 8-bit keys costs too
-    assert coded == 3 * 2 * 40 + (4 * 5 + (8 + 2 + 2 * 16) * 7) * OTHER.group_size * OTHER.head_dim
+    assert coded == 3 * 2 * 40 + (4 * 5 + (4 + 2 * 16) * 7) * OTHER.group_size * OTHER.head_dim
 
 
 def test_a_token_of_two_models_pays_for_both_since_the_last(output):
