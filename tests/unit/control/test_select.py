@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_blocks import NUM_BLOCKS, Blocks, blocks, drawn
+from drawn_blocks import GROUP, NUM_BLOCKS, Blocks, blocks, drawn
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from et_jax.control.bounds import Interval
 from et_jax.control.contribution import influence, relative_influence, token_nll
 from et_jax.control.expected_error import ExpectedError, squared_error
 from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.presets import preset
 from et_jax.control.view import attention_entropy, last_mass, likeliest_log_mass, mass
 from et_jax.types import replace
 
@@ -175,6 +176,16 @@ def test_the_fewest_blocks_are_opened_that_leave_no_head_more_than_its_share(b: 
     chosen = expected_error(seen)
     b.assert_fewest(chosen.opened, np.array(sensitivity)[:, None] * found)
     assert np.all(np.asarray(chosen.upper)[:, b.held] >= b.log_mass[:, b.held])
+
+
+@pytest.mark.parametrize(("name", "tolerance", "min_blocks"), [("certified", 0.9, 8), ("adaptive", 0.01, 1)])
+def test_a_preset_by_8_bit_keys_reads_neither_mean_keys_nor_boxes(name, tolerance, min_blocks):
+    b = blocks(14, tolerance=tolerance)  # of nine blocks a selector opens some, and the minimum adds to them
+    seen = coded(b, sensitivity=jnp.ones(GROUP))
+    unread = {field: jnp.full_like(getattr(seen, field), jnp.nan) for field in ("middle", "key_mean", "key_min")}
+    unread |= {"key_max": unread["key_min"], "score": Interval(low=unread["middle"], high=unread["middle"])}
+    choose = jax.jit(preset(name, min_blocks=min_blocks, window=0).selector.choose)
+    jax.tree.map(np.testing.assert_array_equal, choose(replace(seen, **unread)), choose(seen))
 
 
 # Tolerances of query heads.
