@@ -184,7 +184,9 @@ def test_a_preset_by_8_bit_keys_reads_neither_mean_keys_nor_boxes(name, toleranc
     seen = coded(b, sensitivity=jnp.ones(GROUP))
     unread = {field: jnp.full_like(getattr(seen, field), jnp.nan) for field in ("middle", "key_mean", "key_min")}
     unread |= {"key_max": unread["key_min"], "score": Interval(low=unread["middle"], high=unread["middle"])}
-    choose = jax.jit(preset(name, min_blocks=min_blocks, window=0).selector.choose)
+    selector = preset(name, min_blocks=min_blocks, window=0).selector
+    assert isinstance(selector, select.Guarded)
+    choose = jax.jit(selector.choose)
     jax.tree.map(np.testing.assert_array_equal, choose(replace(seen, **unread)), choose(seen))
 
 
