@@ -62,17 +62,6 @@ def selection(run):
     assert value(run, "quest 0.5", "divergence") < between < value(run, "quest 0.25", "divergence")
 
 
-def refresh(run):
-    """A selection that is kept inspects fewer boxes, whenever it is made."""
-    every, fourth = (
-        rows(run, "by count", "share_bytes", at) - rows(run, "by count", "share_read", at) for at in (0, 1)
-    )
-    assert np.all(every > fourth) and np.all(fourth > 0)
-    for arm in ("ticks of entropy", "at random"):
-        more = rows(run, arm, "share_bytes", 1) - rows(run, arm, "share_read", 1)
-        assert np.all(more > 0) and np.all(more < every)
-
-
 def calibration(run):
     """Each arm reads the share asked for; of a model whose heads count alike all deals are the same."""
     assert np.all(rows(run, "dense", "divergence") == 0)
