@@ -35,7 +35,6 @@ from scripts.measuring.selectors import guarded, true_mass
 from scripts.measuring.states import prefilled
 
 DENSE = Controller()
-SIGNALS = "signals."  # before the name of a signal that is set
 FIGURES = {
     "share_read": Figure(header="blocks read"),
     "divergence": Figure(header="KL from dense, nats", against="saving"),
@@ -116,8 +115,7 @@ class TeacherForced:
         """Return the scores of a controller on all rows, or on the first `batch` of them.
 
         `given` are fields of the control state that are set before every token, "r m ..." or one number, whatever the
-        laws say; after "signals." those of signals. `keep` names fields of the control state that the scores bring
-        back.
+        laws say. `keep` names fields of the control state that the scores bring back.
         """
         config = self.config(controller, compression)
         given = {
@@ -228,10 +226,8 @@ class TeacherForced:
 
         def advance(state: DecodeState, at: tuple) -> tuple[DecodeState, Any]:
             token, true, set_before = at
-            of_signals = {name for name in set_before if name.startswith(SIGNALS)}
-            told = {name.removeprefix(SIGNALS): set_before.pop(name) for name in of_signals}
             set_before = {name: one.astype(getattr(state.control, name).dtype) for name, one in set_before.items()}
-            state = replace(state, control=replace(state.control, **set_before), signals=replace(state.signals, **told))
+            state = replace(state, control=replace(state.control, **set_before))
             after, _ = step(config, weights, state)
             assert after.logits is not None
             got, seen = jax.nn.log_softmax(after.logits), after.signals
