@@ -23,9 +23,9 @@ from et_jax.tasks.asking import chat_tokens, counter, evaluate, grid
 from et_jax.tasks.generators import NUM_PAIRS, TASKS
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, Missed, grouped, setting
-from scripts.measuring.selectors import CHOOSING
+from scripts.measuring.selectors import COMPARED
 
-CONTROLS = CHOOSING | {f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)}
+CONTROLS = COMPARED | {f"entropyinfer {size}": preset("entropyinfer", prefill_budget=size) for size in (256, 128)}
 SHARES = ("share_read", "share_bytes", "prompt_share_read")
 SIGNALS = ("entropy", "attention_entropy", "share_read")
 

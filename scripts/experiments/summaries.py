@@ -19,11 +19,11 @@ from et_jax.serve.engine import load
 from et_jax.serve.totals import Totals
 from scripts.measuring import experiment, text
 from scripts.measuring.experiment import Base, Figure, Group, setting
-from scripts.measuring.selectors import CHOOSING
+from scripts.measuring.selectors import COMPARED
 
 REQUEST = "Summarise this text in three sentences."
 DENSE, EIGHT_BITS, NEXT = "off", "off, weights in 8 bits", "the next passage's"
-ARMS = (*CHOOSING, EIGHT_BITS, NEXT)
+ARMS = (*COMPARED, EIGHT_BITS, NEXT)
 BESIDES = 32  # tokens for the request and the template
 
 
@@ -46,9 +46,11 @@ def prefix(tokens: tuple[int, ...], others: tuple[int, ...]) -> float:
 
 
 def groups(settings: Settings) -> Iterator[Group]:
-    """Yield one group, with an arm for each selector."""
-    from rouge_score.rouge_scorer import RougeScorer
-
+    """Yield one group, with an arm for each selector. Raises UsageError without the package rouge_score."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise UsageError("summaries needs rouge_score; install it with: pip install 'et_jax[eval]'.") from error
     served = load(settings.model)
     room = settings.length - settings.tokens - BESIDES
     if settings.length > served.max_model_len or room < 1:
@@ -67,7 +69,7 @@ def groups(settings: Settings) -> Iterator[Group]:
         asked = [f"{one.strip()}\n\n{REQUEST}" for one in passages]
         chats = [[{"role": "user", "content": one}] for one in asked]
         prompts = [model.tokenizer.chat(one) for one in chats] if settings.chat == "yes" else asked
-        control = CHOOSING.get(name, CHOOSING[DENSE])
+        control = COMPARED.get(name, COMPARED[DENSE])
         found = model.generate(prompts, max_tokens=settings.tokens, temperature=0.0, control=control)
         return [one.checked() for one in found]
 

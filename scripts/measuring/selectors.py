@@ -1,4 +1,4 @@
-"""Selectors that several experiments share."""
+"""Selectors and controllers that several experiments share."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -43,11 +43,11 @@ def reading(selector: AnySelector, share: float, *laws: Law) -> Controller:
     return replace(guarded(selector), law=chain(Controller.law, tolerance.Constant(share), *laws))
 
 
-CHOOSING: dict[str, Controller] = {
+COMPARED: dict[str, Controller] = {
     **{name: preset(name) for name in ("off", "paper", "guarded")},
     **{f"certified {at:g}": preset("certified", tolerance=at) for at in (0.05, 0.2, 0.5)},
     **{f"adaptive {at:g}": preset("adaptive", tolerance=at) for at in (1e-4, 1e-3)},
     "quest": reading(quest, 0.125),
     "sinks and window": reading(window, 0.125),
 }
-"""Presets at a tolerance, and two selectors that read an eighth of the blocks; each chooses at every length."""
+"""Presets at a tolerance, and two selectors that read an eighth of the blocks; all but `off` select at every length."""
