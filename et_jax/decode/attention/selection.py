@@ -204,7 +204,8 @@ def _scores(
 ) -> tuple[Float[Array, "b k g n"] | None, ...]:
     """Return the least, greatest and mean score of every block, and by key codes its log mass, error and mean score.
 
-    The last three are of capped scores, the others before the cap. Without codes they are None.
+    The last three are of capped scores, the others before the cap. Without codes they are None. The compiler drops the
+    scores that the selector does not use, with their kernel.
     """
     b, k, g, d = query.shape
     summary, queries = layer.summaries, query.reshape(b, k * g, d)
