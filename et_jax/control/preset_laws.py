@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from et_jax.control import clock, guards, priority, select, temperature, temperature_rules
+from et_jax.control import clock, guards, priority, refresh, select, temperature, temperature_rules
 from et_jax.control import tolerance as tolerances
 from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.budget import EntropyBudget
@@ -14,6 +14,7 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.selector import Selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
+from et_jax.types import replace
 
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
@@ -56,10 +57,21 @@ def certified(
 
 
 def adaptive(
-    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
+    target_entropy: float | None,
+    tolerance: float,
+    min_blocks: int,
+    window: int,
+    min_context: int,
+    select_every: int,
 ) -> Controller:
-    """Return the laws that read the blocks of greatest expected error."""
-    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
+    """Return the laws that read the blocks of greatest expected error, selected at every `select_every`-th token.
+
+    If a selection is kept, unread blocks count as nothing: their estimated masses hold for one query.
+    """
+    made = _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
+    if select_every == 1:
+        return made
+    return replace(made, law=chain(made.law, refresh.Every(select_every)), residual=False)
 
 
 def ead(tau: float) -> Controller:

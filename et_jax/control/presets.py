@@ -151,13 +151,23 @@ class Adaptive(Pruning):
     """Reads the blocks of greatest expected error, from 8-bit copies of the keys.
 
     It uses the model's sensitivity to each head, which `et_jax.calibrate` measures. The rest counts
-    as its mean value. `tolerance` is an expected error, in nats per token to an order of magnitude.
+    as its mean value. `tolerance` is an expected error, in nats per token to an order of magnitude. With
+    `select_every` above 1 the tokens between two selections read the blocks of the last one, without scores, and the
+    rest counts as nothing: they err more than expected.
     """
 
     name = "adaptive"
     tolerance: float | int = knob(
         1e-4,
         _from_zero("the expected error of what is left unread, in nats per token to an order of magnitude", "nats"),
+    )
+    select_every: int = knob(
+        1,
+        _count(
+            "select blocks at every so many tokens; between them the last selection is read again, which errs more",
+            "tokens",
+            least=1,
+        ),
     )
 
 

@@ -93,6 +93,11 @@ class Guarded(Selector):
         """Whether the wrapped selector opens every block."""
         return self.selector.reads_all
 
+    @property
+    def proves(self) -> bool:
+        """Whether the wrapped selector does."""
+        return self.selector.proves
+
     def choose(self, view: BlockView) -> Selection:
         """Return what the wrapped selector opens, plus the guarded blocks."""
         chosen = self.selector.choose(view)
@@ -128,6 +133,11 @@ class PerHead(Selector):
     def reads_all(self) -> bool:
         """Whether the wrapped selector opens every block."""
         return self.selector.reads_all
+
+    @property
+    def proves(self) -> bool:
+        """Whether the wrapped selector does."""
+        return self.selector.proves
 
     def choose(self, view: BlockView) -> Selection:
         """Return what the wrapped selector opens. Raises ValueError unless the rule returns a tolerance per head."""
@@ -281,6 +291,11 @@ class Certified(Selector):
     def needs(self) -> frozenset[Need]:
         """The needs of the bounds, and the summaries."""
         return SUMMARIES | needs_of(self.mass_bounds)
+
+    @property
+    def proves(self) -> bool:
+        """Always."""
+        return True
 
     def choose(self, view: BlockView) -> Selection:
         """Return the blocks of the proof, and the bounds that it uses."""

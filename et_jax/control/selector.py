@@ -46,6 +46,11 @@ class Selector:
         """Whether every block is opened."""
         return False
 
+    @property
+    def proves(self) -> bool:
+        """Whether it proves, for the query of its view, what the blocks left unread are worth."""
+        return False
+
     def choose(self, view: BlockView) -> Selection:
         """Return the blocks to read, and the estimates of their masses."""
         raise NotImplementedError

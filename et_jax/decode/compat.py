@@ -183,6 +183,11 @@ TABLE = (
         "{cache_budget} drops tokens that this control uses; leave it out, or choose another control.",
     ),
     Row(
+        lambda c: any(selector.proves for selector in c.selectors) and "refresh" in c.sets(),
+        "This control keeps a selection for several tokens, and its proof holds for one query; choose another "
+        "selector, or leave out the law of refresh.",
+    ),
+    Row(
         lambda c: c.laws.residual and "refresh" in c.sets(),
         "This control keeps a selection for several tokens, and its residual holds for one query; set residual=False, "
         "or leave out the law of refresh.",

@@ -1,7 +1,8 @@
 """Does reading a part of the blocks save time on a real model, by the length of the context?
 
-The model continues the beginning of a text greedily, one sequence at a time, and the arms take turns: presets, and
-Quest, which reads a fixed share of the blocks and selects them at every token or at every 16th. Each chooses blocks at
+The model continues the beginning of a text greedily, one sequence at a time, and the arms take turns: presets, which
+select blocks at every token, `adaptive` that selects them at every 4th to 16th, and Quest, which reads a fixed share of
+them and selects at every token or at every 16th. Each chooses blocks at
 every length. Counted is the time between the first and the last new token, with traces, without the prompt.
 """
 
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from et_jax.control import refresh
 from et_jax.control.controller import Controller
@@ -23,7 +25,8 @@ from scripts.measuring.text import texts
 from scripts.measuring.timing import Round
 
 LONGEST_TOKEN = 16  # characters of a token, which few have
-PRESETS = ("off", "paper", "guarded", "certified", "adaptive")
+PRESETS: dict[str, dict[str, Any]] = {name: {} for name in ("off", "paper", "guarded", "certified", "adaptive")}
+PRESETS |= {f"adaptive, every {n}th token": {"select_every": n} for n in (4, 8, 16)}
 QUEST = {  # the share of blocks read, and tokens a selection
     "quest 1/8": (0.125, 1),
     "quest 1/8, every 16th token": (0.125, 16),
@@ -46,7 +49,8 @@ class Settings(Base):
 def controller(name: str) -> Controller:
     """Return the controller of an arm, which chooses blocks at every length."""
     if name in PRESETS:
-        return preset(name) if name == "off" else preset(name, min_context=0)
+        least = {} if name == "off" else {"min_context": 0}
+        return preset(name.partition(",")[0], **PRESETS[name], **least)
     share, interval = QUEST[name]
     return reading(quest, share, refresh.Every(interval))
 

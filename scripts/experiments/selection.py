@@ -53,10 +53,18 @@ CURVES: dict[str, tuple[Callable[[float], Controller], tuple[float, ...]]] = {
     "guarded": (lambda at: preset("guarded", tolerance=at), (0.01, 0.05, 0.2, 0.8)),
     "certified": (lambda at: preset("certified", tolerance=at), (0.02, 0.05, 0.2, 0.5)),
     "adaptive": (lambda at: preset("adaptive", tolerance=at), (1e-5, 1e-4, 1e-3, 1e-2)),
+    **{
+        f"adaptive, every {n}th token": (
+            lambda at, n=n: preset("adaptive", tolerance=at, select_every=n),
+            (1e-5, 1e-4, 1e-3, 1e-2),
+        )
+        for n in (4, 8, 16)
+    },
     "oracle": (lambda _: guarded(true_mass), (0.01, 0.05, 0.2, 0.5)),
 }
 """By name a selector's controller at a tolerance, and the tolerances that it runs at."""
-PRESETS = ("paper", "guarded", "certified", "adaptive")  # their laws set the tolerance
+PRESETS = ("paper", "guarded", "certified", *(name for name in CURVES if name.startswith("adaptive")))
+"""Those whose laws set the tolerance."""
 UNSCORED = ("sinks and window", "chance", "oracle")  # that inspect no block
 DENSE = "dense"
 

@@ -1,6 +1,8 @@
 """Attention to the blocks of one layer that its selector chooses."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,9 @@ from et_jax.pallas.backend import platform
 from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace, static
+
+G = TypeVar("G")
+T = TypeVar("T")
 
 WINDOWS_SCORED = 2  # windows; a layer with a window scores no blocks of longer rows
 
@@ -82,7 +87,8 @@ class BlockSparseLayer:
         block_lse = block_lse[: len(lengths)]
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
-        read = attended_mass(selected, blocks, by_list, sinks, _kind(plant, softmax), residual=self.residual)
+        attended = partial(attended_mass, sinks=sinks, layer=_kind(plant, softmax), residual=self.residual)
+        read = self._if_any_selects(lambda given: attended(*given), (selected, blocks, by_list))
         mass = self.mass
         if mass is not None and read.mass is not None:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
@@ -103,6 +109,13 @@ class BlockSparseLayer:
         mask = selected.mask[..., : num_words(num_blocks)]
         return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
+    def _if_any_selects(self, run: Callable[[G], T], given: G) -> T:
+        """Return `run(given)`, or zeros if no row has `refresh`; a GPU always runs it."""
+        if self.refresh is None or platform() == "gpu":
+            return run(given)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, given))
+        return run_if(jnp.any(self.refresh), lambda _, given: run(given), zeros, given)
+
     def _choose(
         self,
         plant: Plant,
@@ -117,7 +130,7 @@ class BlockSparseLayer:
 
         A row outside `long_rows` uses full attention; one without `refresh` reads the blocks it read last,
         and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
-        the host for that: it scores rows of no tokens.
+        the host for that: it scores rows of no tokens. So does a CPU for rows beside those that are scored.
         """
         layer = _kind(plant, softmax)
         always = self.chooses and self.refresh is None and self.min_context is None and softmax.window is None
@@ -137,7 +150,7 @@ class BlockSparseLayer:
             if mass is not None:
                 beyond = blocks.table.shape[1] - mass.shape[-1]  # of a widened table
                 mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0).reshape(*query.shape[:3], -1)
-            if on_gpu and not always:
+            if not always and platform() != "tpu":
                 blocks = replace(blocks, length=jnp.where(scored, length, 0))
             stored = selector_inputs(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, layer)
             return replace(
@@ -155,11 +168,6 @@ class BlockSparseLayer:
             return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
 
         shapes = jax.eval_shape(select, given)
-        if self.refresh is not None and shapes.upper is not None:
-            raise ValueError(
-                "refresh: a certified selector's proof holds for this token's query alone, and the law keeps its "
-                "blocks for later tokens; take another selector, or leave out the law"
-            )
         if always or (on_gpu and self.chooses):
 
             def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> SelectedBlocks:

@@ -13,7 +13,7 @@ from et_jax.control.compression import named
 from et_jax.control.contribution import token_nll
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.control.select import ActiveSet, Quest
+from et_jax.control.select import ActiveSet, Certified, Guarded, Quest
 from et_jax.control.switch import AsPrinted
 from et_jax.decode import compat
 from et_jax.decode.config import DecoderConfig
@@ -58,6 +58,7 @@ REFUSED = [
     ({"cache_budget": 36, **TURNS}, "cache_budget drops entries of a second model in the same pages, and small names"),
     ({"cache_budget": 36, "control": Controller(selector=Quest(2), law=refresh.Every(2))}, "cache_budget drops tokens"),
     ({"control": Controller(selector=Quest(2), law=refresh.Every(2), residual=True)}, "This control keeps"),
+    ({"control": Controller(selector=Guarded(Certified()), law=refresh.Every(2))}, "This control keeps a selection"),
     ({"cache_budget": 36, "control": Controller(selector=ActiveSet(token_nll))}, "cache_budget drops tokens that"),
     ({"cache_budget": 36, "cache_policy": "adakv", "control": "certified"}, "This control selects blocks, and the pol"),
     ({"cache_budget": LENGTH}, "cache_budget keeps 64 tokens and max_model_len is 64, so that nothing would ever"),
