@@ -173,7 +173,7 @@ def _small(config: ModelConfig = SMALL) -> str:
 
 
 SLOW = {
-    *("window, bfloat16, small", "cache and weights in int8, self", "module, adaptive", "own, budget"),
+    *("window, bfloat16, small", "cache and weights in int8, self", "module, adaptive, kept", "own, budget"),
     *("ead", "compressed by head", "paper, stacked, experts by entropy"),
     *("over devices, lookup", "over devices, certified, self", "over devices, compressed by head"),
     *("over devices, budget", "over devices, ead"),
@@ -190,9 +190,9 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
         drafts=True,
         certifies=0.5,
     ),
-    "module, adaptive": lambda: _pruning(
+    "module, adaptive, kept": lambda: _pruning(
         load=of_module,
-        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24), "calibration": "none"},
+        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24, select_every=3), "calibration": "none"},
     ),
     "own, budget": lambda: Capability(
         settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},

@@ -27,11 +27,20 @@ length there.
 """
 
 
-def usual(name: str, platform: str) -> int:
+KEPT: Mapping[str, tuple[int, int]] = {"cpu": (8, 4096)}
+"""By platform, a `select_every` of `adaptive`, and the tokens from which on a step under it took no longer than `off`.
+
+The cases are those of presets_kept.json.
+"""
+
+
+def usual(name: str, platform: str, select_every: int = 1) -> int:
     """Return the least context in tokens at which a preset selects blocks; 0 if that was not measured.
 
-    `platform` is a name of `jax.default_backend`.
+    `platform` is a name of `jax.default_backend`. Presets but `adaptive` select at every token.
     """
+    if platform in KEPT and select_every >= KEPT[platform][0]:
+        return KEPT[platform][1]
     return MEASURED.get(platform, {}).get(name, 0)
 
 
@@ -40,9 +49,10 @@ def named(name: str, platform: str, **given: float | int | None) -> Controller:
 
     Raises UsageError as `presets.preset` does.
     """
-    if "min_context" in knobs(PRESETS.get(name, PRESETS["off"])) and given.get("min_context") is None:
-        given["min_context"] = usual(name, platform)
-    return preset(name, **given)
+    made = preset(name, **given)
+    if "min_context" not in knobs(PRESETS[name]) or given.get("min_context") is not None:
+        return made
+    return preset(name, **given | {"min_context": usual(name, platform, getattr(made.preset, "select_every", 1))})
 
 
 def described(least: int) -> str:

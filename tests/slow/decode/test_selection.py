@@ -95,10 +95,3 @@ def test_codes_and_the_cache_s_own_bytes_count_in_cost(cache_dtype):
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(weights()))
     expected = signals.blocks_read * PAGE * token + signals.summaries_read * summary + num_bytes / 3
     np.testing.assert_allclose(signals.cost, expected, rtol=1e-6)
-
-
-def test_blocks_of_a_certificate_cannot_be_read_again():
-    """It holds for its own query alone."""
-    with pytest.raises(ValueError, match="refresh"):
-        d = made(selector=CERTIFIED, laws=(refresh.Every(2),))
-        jax.eval_shape(d.step, (weights(),), jax.eval_shape(d.empty))

@@ -17,7 +17,7 @@ from et_jax.io.knobs import knobs
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.engine import load
 from et_jax.serve.loading import min_context
-from et_jax.serve.loading.min_context import MEASURED, NEVER, named, usual
+from et_jax.serve.loading.min_context import KEPT, MEASURED, NEVER, named, usual
 from et_jax.serve.requests import GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -122,6 +122,14 @@ def test_a_named_preset_has_what_was_measured_unless_it_is_told(name):
     assert named(name, "cpu", min_context=0) == preset(name)
     assert named(name, "cpu", min_context=7).min_context == 7
     assert jax.tree.structure(named(name, "cpu", min_context=0)) == jax.tree.structure(preset(name))
+
+
+def test_adaptive_selects_on_a_cpu_if_a_selection_is_kept_for_long_enough():
+    every, least = KEPT["cpu"]
+    assert named("adaptive", "cpu", select_every=every).min_context == least < NEVER
+    assert named("adaptive", "cpu", select_every=every - 1).min_context == MEASURED["cpu"]["adaptive"]
+    assert named("adaptive", "cpu", select_every=every, min_context=7).min_context == 7
+    assert named("adaptive", "tpu", select_every=every).min_context == 0
 
 
 def test_blocks_are_always_chosen_where_nothing_was_measured_and_by_a_preset_that_is_given():
