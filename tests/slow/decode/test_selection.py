@@ -1,19 +1,23 @@
 """Choosing blocks in the decoder: when they are chosen anew, what is kept and counted for it, what is refused."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, PAGE, configuration, dense, prompt, start, weights
+from small_model import MODEL, PAGE, configuration, dense, prompt, same_bits, start, weights
 
 from et_jax.control import contribution, refresh, select, tolerance
 from et_jax.control.base import chain, unpack_blocks
 from et_jax.control.controller import Controller
+from et_jax.control.presets import preset
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.view import mass
 from et_jax.decode import decoder as decoding
+from et_jax.models.calibration import Calibration
+from et_jax.types import Table
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -60,6 +64,37 @@ def test_between_two_refreshes_the_blocks_last_read_are_read_again_and_the_first
             assert signals.kept_mass[t] == signals.kept_mass[t - 1]
     assert changed
     np.testing.assert_array_equal(signals.blocks_read, masks.sum(axis=(1, 2, 3)))
+
+
+def test_a_kept_selection_is_the_same_alone_and_beside_a_row_that_selects_at_other_tokens():
+    heads = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
+    sensitivity = Table(np.linspace(0.5, 1.5, math.prod(heads), dtype=np.float32).reshape(heads))
+    controller = preset("adaptive", tolerance=0.5, min_blocks=1, window=4, select_every=3)
+    d = decoding.decoder(configuration(controller=controller, calibration=Calibration(sensitivity=sensitivity)))
+    params, limit = weights(), 9
+
+    def steps(beside: bool):
+        state = start(d, params, d.empty(), SLOT, TOKENS, temperature=0.0, limit=limit)
+        seen = []
+        for t in range(limit):
+            if beside and t == 1:
+                state = start(d, params, state, 0, prompt(3, 33), temperature=0.0, limit=limit)
+            state, output = d.step((params,), state)
+            signals = jax.tree.map(lambda x: np.asarray(x[0, SLOT]), output.signals)
+            blocks = np.asarray(unpack_blocks(state.control.block_mask[SLOT]))
+            seen.append((output.token[0, SLOT], signals.entropy, signals.summaries_read, signals.kept_mass, blocks))
+        return [np.stack(each) for each in zip(*seen, strict=True)]
+
+    alone = steps(beside=False)
+    assert same_bits(steps(beside=True), alone)
+    _, _, summaries_read, kept_mass, blocks = alone
+    assert (kept_mass > 0).all()
+    np.testing.assert_array_equal(summaries_read > 0, np.arange(limit) % 3 == 0)
+    newest = (len(TOKENS) - 1 + np.arange(limit)) // PAGE
+    assert (blocks.sum(axis=-1) <= newest[:, None, None]).any()
+    for t in range(1, limit):
+        again = blocks[t - 1] | (np.arange(blocks.shape[-1]) == newest[t])
+        assert t % 3 == 0 or np.array_equal(blocks[t], again)
 
 
 def test_the_surprisal_of_every_token_is_kept_with_its_page():
