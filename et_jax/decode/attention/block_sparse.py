@@ -87,8 +87,8 @@ class BlockSparseLayer:
         block_lse = block_lse[: len(lengths)]
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
-        attended = partial(attended_mass, sinks=sinks, layer=_kind(plant, softmax), residual=self.residual)
-        read = self._if_any_selects(lambda given: attended(*given), (selected, blocks, by_list))
+        masses = partial(attended_mass, sinks=sinks, layer=_kind(plant, softmax), residual=self.residual)
+        read = self._if_any_selects(lambda given: masses(*given), (selected, blocks, by_list))
         mass = self.mass
         if mass is not None and read.mass is not None:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
