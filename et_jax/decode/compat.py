@@ -107,7 +107,7 @@ TABLE = (
     Row(
         lambda c: c.has("draft") and c.steers,
         "{draft} guesses tokens ahead, and under this control one token decides what the next reads; leave {draft} "
-        "out, or choose off, certified or adaptive.",
+        "out, or choose off, certified, or adaptive that selects at every token.",
     ),
     Row(
         lambda c: c.has("draft") and c.laws.experts is not None and c.laws.experts.by_entropy,
