@@ -164,7 +164,7 @@ class Adaptive(Pruning):
     select_every: int = knob(
         1,
         _count(
-            "select blocks at every so many tokens; between them the last selection is read again, which errs more",
+            "select blocks at every N-th token; the tokens between read the last selection again, and err more",
             "tokens",
             least=1,
         ),

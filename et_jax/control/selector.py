@@ -33,7 +33,8 @@ class Selector:
 
     Else a function, or a `value` with `__call__`, is enough. The block being written is always read, and blocks without
     tokens never are. `needs` declares what the cache must store for it; `reads_all` promises that every block is
-    opened, so that the step skips the summaries.
+    opened, so that the step skips the summaries. `proves` promises a proof for the view's query, so that no law of
+    `refresh` may keep its selection for another.
     """
 
     @property

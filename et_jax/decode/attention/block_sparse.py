@@ -110,7 +110,7 @@ class BlockSparseLayer:
         return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
     def _if_any_selects(self, run: Callable[[G], T], given: G) -> T:
-        """Return `run(given)`, or zeros if no row has `refresh`; a GPU always runs it."""
+        """Return `run(given)`, or zeros if no row selects at this token; a GPU always runs it."""
         if self.refresh is None or platform() == "gpu":
             return run(given)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, given))

@@ -37,7 +37,7 @@ The cases are those of presets_kept.json.
 def usual(name: str, platform: str, select_every: int = 1) -> int:
     """Return the least context in tokens at which a preset selects blocks; 0 if that was not measured.
 
-    `platform` is a name of `jax.default_backend`. Presets but `adaptive` select at every token.
+    `platform` is a name of `jax.default_backend`. Only `adaptive` has a `select_every` above 1.
     """
     if platform in KEPT and select_every >= KEPT[platform][0]:
         return KEPT[platform][1]
