@@ -42,7 +42,7 @@ class Residual:
 
 def attended_mass(
     selected: SelectedBlocks,
-    blocks: Blocks,
+    lengths: Int[Array, " b"],
     block_lse: Float[Array, "b k g m"],
     sinks: Float[Array, "k g"] | None,
     layer: LayerKind,
@@ -65,7 +65,7 @@ def attended_mass(
         block_lse: Float[Array, "g n"] | None,
     ) -> AttendedMass:
         own = layer.extent(length, estimate.shape[1])
-        opened = unpack_blocks(mask)[: len(own.start)]
+        opened = unpack_blocks(mask)[: len(own.readable)]
         unread, log_read = own.readable & ~opened, log_sum_exp(by_list)
         if shares:
             estimate = in_units_read(estimate, unread, log_read)
@@ -85,7 +85,7 @@ def attended_mass(
         PerHead(array=selected.mask),
         PerQuery(array=selected.estimate),
         None if selected.upper is None else PerQuery(array=selected.upper),
-        PerRow(array=blocks.length),
+        PerRow(array=lengths),
         PerQuery(array=block_lse),
         None if sinks is None else PerQuery(array=sinks[None]),
         at_place,
@@ -131,14 +131,17 @@ def with_residual(
 
     S are the attended blocks, D the other readable ones. `out` is o over S, and `bounds.residual_error` bounds the
     error. Z_S is the sum that `out` was divided by, including a sink. `mean` is that of every page, as
-    `PageSummary` has it. Sums are in float32. On a GPU rows past those of the `residual` become 0.
+    `PageSummary` has it. Sums are in float32. A row whose masses are all 0 keeps its output. On a
+    GPU rows past those of the `residual` become 0.
     """
     read, weight, denominator = residual.read, residual.weight, residual.denominator
     if platform() == "gpu":
         return add_residual(out, read, weight, denominator, mean, blocks.table, turn=blocks.turn, depth=blocks.depth)
     attended = out.astype(jnp.float32).reshape(*read.shape, -1)
     mixed = _mixture(weight, mean, blocks, attended.shape[-1])
-    mixed = (read[..., None] * attended + mixed) / jnp.where(denominator > 0, denominator, 1.0)[..., None]
+    known = (denominator > 0)[..., None]
+    mixed = (read[..., None] * attended + mixed) / jnp.where(known, denominator[..., None], 1.0)
+    mixed = jnp.where(known, mixed, attended)
     return mixed.astype(out.dtype).reshape(out.shape)
 
 

@@ -1,8 +1,6 @@
 """Attention to the blocks of one layer that its selector chooses."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +23,25 @@ from et_jax.decode.attention.selection import (
 )
 from et_jax.decode.cache.kv import LayerCache
 from et_jax.decode.chunk import Chunk
-from et_jax.decode.once import run_if
+from et_jax.decode.once import run_for
 from et_jax.decode.plant import Plant
 from et_jax.pallas.backend import platform
 from et_jax.pallas.per_head import PerHead, PerQuery, PerRow, per_head
 from et_jax.softmax import Softmax
 from et_jax.types import pytree, replace, static
 
-G = TypeVar("G")
-T = TypeVar("T")
-
 WINDOWS_SCORED = 2  # windows; a layer with a window scores no blocks of longer rows
+
+
+@pytree
+class _Rows:
+    """The inputs of rows' selections in one layer. The layer's place in the cache is not in `blocks`."""
+
+    query: Float[Array, "r k g d"]
+    blocks: Blocks
+    mass: Float[Array, "r h n"] | None
+    tolerance: Float[Array, " r"]
+    selector: Selector
 
 
 @pytree
@@ -88,7 +94,8 @@ class BlockSparseLayer:
         by_list = block_lse.reshape(*grouped.shape[:3], -1)
         sinks = None if softmax.sink_logits is None else softmax.sink_logits.reshape(grouped.shape[1:3])
         masses = partial(attended_mass, sinks=sinks, layer=_kind(plant, softmax), residual=self.residual)
-        read = self._if_any_selects(lambda given: masses(*given), (selected, blocks, by_list))
+        renewed = lengths > 0 if self.refresh is None and platform() == "cpu" else self.refresh
+        read = run_for(renewed, lambda given: masses(*given), (selected, lengths, by_list))
         mass = self.mass
         if mass is not None and read.mass is not None:
             known = read.mass[..., :num_blocks].reshape(mass.shape)
@@ -109,13 +116,6 @@ class BlockSparseLayer:
         mask = selected.mask[..., : num_words(num_blocks)]
         return out[:, None], LayerReads(block_mask=mask, block_mass=mass, by_head=heads, block_lse=lse)
 
-    def _if_any_selects(self, run: Callable[[G], T], given: G) -> T:
-        """Return `run(given)`, or zeros if no row selects at this token; a GPU always runs it."""
-        if self.refresh is None or platform() == "gpu":
-            return run(given)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, given))
-        return run_if(jnp.any(self.refresh), lambda _, given: run(given), zeros, given)
-
     def _choose(
         self,
         plant: Plant,
@@ -129,12 +129,11 @@ class BlockSparseLayer:
         """Return the layer's blocks, selected again for the rows that are `scored`.
 
         A row outside `long_rows` uses full attention; one without `refresh` reads the blocks it read last,
-        and the one being written. If no row is scored, a CPU and a TPU skip the scores. A GPU would synchronise with
-        the host for that: it scores rows of no tokens. So does a CPU for rows beside those that are scored.
+        and the one being written. A GPU scores rows of no tokens in the place of those that are not scored.
         """
-        layer = _kind(plant, softmax)
-        always = self.chooses and self.refresh is None and self.min_context is None and softmax.window is None
-        on_gpu = platform() == "gpu"
+        layer, on_cpu, on_gpu = _kind(plant, softmax), platform() == "cpu", platform() == "gpu"
+        all_long = self.min_context is None and softmax.window is None
+        always = self.chooses and self.refresh is None and all_long and not on_cpu
         fallback = None
         if not always:
             long = long_rows(self.chooses, self.min_context, blocks.length, softmax.window)
@@ -143,41 +142,49 @@ class BlockSparseLayer:
                 refresh=None if self.refresh is None else PerRow(array=self.refresh.astype(jnp.int32)),
                 last=None if self.refresh is None else PerHead(array=self.last),
             )
+        turn, depth = blocks.turn, blocks.depth
 
-        def known(given: tuple) -> SelectorInputs:
-            query, blocks, mass = given
-            length = blocks.length
+        def known(rows: _Rows) -> SelectorInputs:
+            blocks, mass, length = replace(rows.blocks, turn=turn, depth=depth), rows.mass, rows.blocks.length
             if mass is not None:
                 beyond = blocks.table.shape[1] - mass.shape[-1]  # of a widened table
-                mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0).reshape(*query.shape[:3], -1)
-            if not always and platform() != "tpu":
+                mass = jnp.pad(mass, ((0, 0), (0, 0), (0, beyond)), constant_values=1.0)
+                mass = mass.reshape(*rows.query.shape[:3], -1)
+            if on_gpu and not always:
                 blocks = replace(blocks, length=jnp.where(scored, length, 0))
-            stored = selector_inputs(query, cached, surprisal, blocks, self.tolerance, plant.scores_backend, layer)
+            given = rows.query, cached, surprisal, blocks, rows.tolerance, plant.scores_backend, layer
             return replace(
-                stored,
+                selector_inputs(*given),
                 length=PerRow(array=length),
                 last_mass=None if mass is None else PerQuery(array=mass),
                 sensitivity=self.sensitivity,
             )
 
-        given, with_place = (query, blocks, self.mass), self.mass is not None
-        length, selector = PerRow(array=blocks.length), jax.tree.map(lambda number: PerRow(array=number), self.selector)
-        most_blocks = blocks.most_blocks if platform() == "cpu" else None
+        def select(rows: _Rows) -> Selection:
+            selector = jax.tree.map(lambda number: PerRow(array=number), rows.selector)
+            most_blocks = rows.blocks.most_blocks if on_cpu else None
+            return per_head(partial(selection_of, layer, most_blocks), selector, known(rows))
 
-        def select(given: tuple) -> Selection:
-            return per_head(partial(selection_of, layer, most_blocks), selector, known(given))
-
-        shapes = jax.eval_shape(select, given)
+        rows = _Rows(
+            query=query,
+            blocks=replace(blocks, turn=None, depth=1),
+            mass=self.mass,
+            tolerance=self.tolerance,
+            selector=self.selector,
+        )
+        with_place = self.mass is not None
         if always or (on_gpu and self.chooses):
 
             def both(selector: Selector, inputs: SelectorInputs, fallback: Fallback | None) -> SelectedBlocks:
-                selected = selection_of(layer, most_blocks, selector, inputs)
+                selected = selection_of(layer, None, selector, inputs)
                 return selected_blocks(layer, with_place, selected, inputs.length, fallback)
 
-            return per_head(both, selector, known(given), fallback)
-        selected = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            selector = jax.tree.map(lambda number: PerRow(array=number), self.selector)
+            return per_head(both, selector, known(rows), fallback)
         if self.chooses:
-            selected = run_if(jnp.any(scored), lambda _, given: select(given), selected, given)
+            selected = run_for(scored & (blocks.length > 0), select, rows)
+        else:
+            selected = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(select, rows))
 
         def settled(
             opened: Array, estimate: Array, upper: Array | None, length: Array, fallback: Fallback | None
@@ -187,7 +194,12 @@ class BlockSparseLayer:
 
         upper = None if selected.upper is None else PerQuery(array=selected.upper)
         return per_head(
-            settled, PerHead(array=selected.opened), PerQuery(array=selected.estimate), upper, length, fallback
+            settled,
+            PerHead(array=selected.opened),
+            PerQuery(array=selected.estimate),
+            upper,
+            PerRow(array=blocks.length),
+            fallback,
         )
 
 

@@ -19,7 +19,7 @@ class Extent:
     that a window cuts.
     """
 
-    start: Int[Array, " n"]
+    start: Int[Array, "*b n"]
     num_tokens: Int[Array, "*b n"]
     readable: Bool[Array, "*b n"]
     certain: Bool[Array, "*b n"]
@@ -41,7 +41,7 @@ class LayerKind:
         readable = (block >= first_block(length, self.page_size, self.window)) & (block < end)
         hidden = jnp.zeros_like(readable) if self.window is None else start < length - self.window
         return Extent(
-            start=start,
+            start=jnp.broadcast_to(start, readable.shape),
             num_tokens=jnp.where(hidden, 0, jnp.clip(length - start, 0, self.page_size)),
             readable=readable,
             certain=readable & ((block == end - 1) | hidden),

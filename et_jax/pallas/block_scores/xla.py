@@ -1,19 +1,13 @@
 """`block_scores` and `code_scores` without Pallas: summaries of some blocks are gathered and multiplied per KV head."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8
 
-from et_jax.pallas.backend import platform
 from et_jax.softmax import capped
 from et_jax.sums import total
-
-Scores = TypeVar("Scores", bound=tuple[Array, ...])
 
 # Tokens whose boxes, or whose codes, are scored at once. Measured on x86-64 with two cores: boxes of 7,680 tokens take
 # 0.6 of the time of pieces of 512; codes are more bytes.
@@ -31,21 +25,6 @@ def block_scores(
     scale: float,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.block_scores` documents."""
-    walk = partial(_block_scores, key_box=key_box, mean=mean, page_size=page_size, scale=scale)
-    return _row_by_row(walk, q, page_table, lengths)
-
-
-def _block_scores(
-    q: Float[Array, "b h d"],
-    page_table: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    *,
-    key_box: Float[Array, "k p e"],
-    mean: Float[Array, "k p e"],
-    page_size: int,
-    scale: float,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return the scores of rows that are walked together."""
     b, h, d = q.shape
     k = key_box.shape[0]
     query = q.astype(jnp.float32).reshape(b * k, h // k, d) * scale
@@ -78,44 +57,6 @@ def code_scores(
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
     """Return what `api.code_scores` documents."""
-    walk = partial(
-        _code_scores, key_codes=key_codes, key_box=key_box, page_size=page_size, scale=scale, soft_cap=soft_cap
-    )
-    return _row_by_row(walk, q, page_table, lengths)
-
-
-def _row_by_row(
-    walk: Callable[..., Scores],
-    q: Float[Array, "b h d"],
-    page_table: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-) -> Scores:
-    """Score the rows one after the other, each up to its own length; all rows at once on a parallel device.
-
-    Measured on x86-64, codes of 2 to 16 rows: a row at a time takes 0.77 to 1.03 of the time of four rows together if
-    their lengths are equal, 0.23 and 0.55 beside empty rows, and 1.3 for 512 tokens beside an empty row.
-    """
-    if platform() != "cpu":
-        return walk(q, page_table, lengths)
-
-    def one(row: tuple[Array, ...]) -> Scores:
-        return jax.tree.map(lambda x: x[0], walk(*(x[None] for x in row)))
-
-    return lax.map(one, (q, page_table, lengths))
-
-
-def _code_scores(
-    q: Float[Array, "b h d"],
-    page_table: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    *,
-    key_codes: Int8[Array, "k p r w"],
-    key_box: Float[Array, "k p e"],
-    page_size: int,
-    scale: float,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "b h n"], Float[Array, "b h n"], Float[Array, "b h n"]]:
-    """Return the scores by codes of rows that are walked together."""
     b, h, d = q.shape
     k, s = key_box.shape[0], page_size
     g = h // k

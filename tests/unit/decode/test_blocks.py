@@ -10,7 +10,7 @@ from small_model import MODEL
 
 from et_jax.control.base import pack_blocks
 from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, chord_bounds
-from et_jax.decode import extend
+from et_jax.decode import extend, once
 from et_jax.decode.attention import attended, block_sparse, selection
 from et_jax.decode.attention import blocks as blocks_module
 from et_jax.decode.attention.attended import AttendedMass, attended_mass, in_units_read, with_residual
@@ -78,7 +78,9 @@ def read_after(opened, estimate, blocks, by_list, residual=False, **shares) -> A
         place=jnp.maximum(jnp.cumsum(opened, axis=-1) - 1, 0),
         **shares,
     )
-    return attended_mass(chosen, blocks, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual)
+    return attended_mass(
+        chosen, blocks.length, jnp.asarray(by_list), None, LayerKind(page_size=PAGE, window=None), residual
+    )
 
 
 def log_of(share):
@@ -166,7 +168,7 @@ def by_kernels(monkeypatch, request):
     monkeypatch.setattr(add_residual, "add_residual", partial(add_residual.add_residual, interpret=True))
 
     def use() -> None:
-        for module in (blocks_module, attended, block_sparse, selection, api):
+        for module in (blocks_module, attended, block_sparse, selection, once, api):
             monkeypatch.setattr(module, "platform", lambda: request.param)
 
     return use
