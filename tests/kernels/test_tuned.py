@@ -32,8 +32,10 @@ def recorded(monkeypatch, tmp_path):
 def settings_used(monkeypatch):
     """What the kernel takes for the shape, by the number of pages its gathers bring at once."""
     groups = []
-    page_rows = xla.page_rows
-    monkeypatch.setattr(xla, "page_rows", lambda table, ids, p: groups.append(ids.shape[2]) or page_rows(table, ids, p))
+    tokens = xla.tokens
+    monkeypatch.setattr(
+        xla, "tokens", lambda pages, rows, *some: groups.append(rows.shape[1]) or tokens(pages, rows, *some)
+    )
     jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), ATTENTION.example(SHAPE))
     return set(groups)
 

@@ -1,7 +1,6 @@
 """The definitions and the XLA programs of every operation: equal to their formulas, and to themselves bit for bit."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from cases import ATTENTION, CODE, OPERATIONS, PREFILL
 from ladder import as_bytes, compiled, results
 
-from et_jax.pallas.apart import apart_or_together
 from et_jax.pallas.block_scores import block_scores, code_scores
 from et_jax.pallas.checks import wider
 from et_jax.pallas.paged_attention import xla
@@ -38,13 +36,13 @@ def test_the_definition_is_its_formula_and_xla_the_definition_whatever_stands_wh
 @pytest.mark.parametrize(
     "name", ["group_3", "page_64", "sparse", "window", "all_of_them_bfloat16", "int8", "rows_5", "rows_apart"]
 )
-def test_what_lies_far_behind_in_a_list_is_read_in_splits(name):
-    """As if lists were long from their second group on."""
+def test_a_list_of_several_rounds_is_read_to_its_end(name):
+    """Of pieces of one block, so that a round ends within the lists."""
     shape = ATTENTION.shapes[name]
     arguments = ATTENTION.example(shape)
     dtype = wider(arguments["q"].dtype, *([] if shape.in_8_bits else [arguments["pages"].dtype]))
     rule = xla.heuristic(shape.page_size, shape.head_dim, dtype, "cpu", shape.rows)
-    config = dataclasses.replace(rule, group=2, near=2, far=max(1, 32 // shape.page_size))
+    config = dataclasses.replace(rule, group=1, pieces=5)
     given = ATTENTION.poisoned(arguments, shape)
     got = results(xla.paged_attention, given, config=config, **shape.settings)
     expected = results(ATTENTION.function, arguments, backend="reference", **shape.settings)
@@ -65,15 +63,15 @@ def test_queries_of_a_chunk_before_all_that_is_listed_give_zero_and_minus_infini
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_walked_in_tiles_have_the_bits_of_rows_walked_at_once(dtype):
-    """Lists of all lengths, an empty one among them, in tiles that divide the rows and tiles that do not."""
+def test_the_bits_of_a_row_do_not_depend_on_how_many_pieces_a_step_takes(dtype):
+    """Lists of all lengths, an empty one among them."""
     lengths = (40, 0, 7, 161, 16, 90, 33, 1, 200, 64, 17)
     shape = dataclasses.replace(ATTENTION.shapes["group_3"], dtype=dtype, lengths=lengths, open_share=0.7)
     arguments = ATTENTION.example(shape)
     rule = dataclasses.replace(xla.heuristic(shape.page_size, shape.head_dim, jnp.dtype(dtype), "cpu"), group=2)
     expected, *others = (
-        results(xla.paged_attention, arguments, config=dataclasses.replace(rule, rows=rows))
-        for rows in (None, 1, 4, 12)
+        results(xla.paged_attention, arguments, config=dataclasses.replace(rule, pieces=pieces))
+        for pieces in (None, 1, 4, 12)
     )
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, other, expected)
@@ -148,7 +146,7 @@ def test_the_scores_of_a_row_have_the_same_bits_alone_and_beside_others(function
 def test_the_number_of_steps_is_read_from_the_counts_and_the_starts():
     """A step count known to the compiler would be that of the list or the table, however little is listed or held.
 
-    Known is how many slots there are to be walked apart; not how far, apart or together.
+    Lists have rounds, whose pieces are read several at a time, then singly, and then merged.
     """
 
     def text(operation, shape) -> str:
@@ -157,23 +155,7 @@ def test_the_number_of_steps_is_read_from_the_counts_and_the_starts():
 
     shape = ATTENTION.shapes["group_3"]
     found = text(ATTENTION, shape)
-    known = re.findall(r'known_trip_count":{"n":"(\d+)"', found)
-    assert known == [str(len(shape.lengths))] and found.count(" while(") == len(known) + 2
+    assert found.count(" while(") == 4 and "known_trip_count" not in found
     for name, most in (("group_3", 0), ("listed", 1)):  # over the lists
         found = text(PREFILL, PREFILL.shapes[name])
         assert found.count(" while(") > most and found.count("known_trip_count") <= most
-
-
-def test_rows_are_walked_in_the_way_that_takes_fewer_steps():
-    for lengths, beside in (
-        ([5, 0], 1),  # 2.5 x 5 steps alone, 3.5 x 5 together
-        ([5, 1], 1),  # 15, 17.5
-        ([5, 3], 2),  # 20, 17.5
-        ([7] * 3 + [0] * 5, 1),  # 52.5, 66.5
-        ([7] * 4 + [0] * 4, 8),  # 70, 66.5
-        ([4], 1),
-    ):
-        x = jnp.arange(float(len(lengths)))
-        found, others = apart_or_together(lambda x: (x * x, jnp.full(len(x), len(x))), jnp.array(lengths), x)
-        np.testing.assert_array_equal(found, np.square(x))
-        assert others.tolist() == [beside] * len(lengths), lengths

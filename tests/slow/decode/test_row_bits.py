@@ -155,16 +155,14 @@ FOLDED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [*((name, None) for name in FOLDED), ("bfloat16", 256), ("three queries", 256)]
+    ("name", "room"), [*((name, xla.ROUND) for name in FOLDED), ("bfloat16", 4), ("three queries", 4)]
 )
-def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name, near, monkeypatch):
-    """Over page and group borders, in more slots than a tile has, some rows or all of a slot not running.
+def test_rows_of_a_slot_have_the_bits_of_rows_that_stand_alone(name, room, monkeypatch):
+    """Over page and group borders, in lists of one round and of several, some rows or all of a slot not running.
 
-    What lies behind a slot's longest row is NaN. What lies further off than `near` is read in lanes.
+    What lies behind a slot's longest row is NaN.
     """
-    if near is not None:
-        monkeypatch.setattr(xla, "NEAR_TOKENS", near)
-        monkeypatch.setattr(xla, "FAR_TOKENS", 64)
+    monkeypatch.setattr(xla, "ROUND", room)
     shape, rows = FOLDED[name]
     newest = np.array([1, 14, 120, 126, 250, 700, 1020, 33, 800, 1100, 0])
     lengths = newest[:, None] + np.arange(rows)
