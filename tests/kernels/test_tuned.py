@@ -10,7 +10,7 @@ from ladder import TPU
 
 from et_jax.errors import UsageError
 from et_jax.pallas import tuned
-from et_jax.pallas.paged_attention import xla
+from et_jax.pallas.paged_attention import pieces, xla
 from et_jax.pallas.paged_prefill.tpu import Config
 from et_jax.pallas.ring import RingConfig
 
@@ -32,9 +32,9 @@ def recorded(monkeypatch, tmp_path):
 def settings_used(monkeypatch):
     """What the kernel takes for the shape, by the number of pages its gathers bring at once."""
     groups = []
-    tokens = xla.tokens
+    tokens = pieces.tokens
     monkeypatch.setattr(
-        xla, "tokens", lambda pages, rows, *some: groups.append(rows.shape[1]) or tokens(pages, rows, *some)
+        pieces, "tokens", lambda pages, rows, *some: groups.append(rows.shape[1]) or tokens(pages, rows, *some)
     )
     jax.eval_shape(lambda arrays: xla.paged_attention(**arrays), ATTENTION.example(SHAPE))
     return set(groups)
