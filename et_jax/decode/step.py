@@ -156,7 +156,6 @@ def extend_rows(
     reader = BlockSparse(
         tolerance=control.tolerance,
         block_mask=control.block_mask,
-        kept_mass=rows.take(state.signals.kept_mass),
         selectors=own_laws.selectors(config.model.num_layers),
         min_context=own_laws.min_context,
         skipped=None if own.skipped is None else rows.take(own.skipped),

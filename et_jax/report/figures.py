@@ -78,11 +78,12 @@ def _reading(rows: Sequence[TokenTrace]) -> Figure:
     colours = {"share of blocks read": GREEN}
     words = f"Share of the cache's blocks that were read, by token: {_described(share)}."
     caption = "Blocks of the KV cache that attention read, of all cached blocks, over all layers and KV heads."
-    if any(row.kept_mass < 1 for row in rows):
-        columns["attention mass kept"] = plain(binned(np.array([row.kept_mass for row in rows]), MOST_POINTS)[1])
+    kept = np.array([row.kept_mass for row in rows], float)
+    if np.any(kept < 1):
+        columns["attention mass kept"] = plain(binned(kept, MOST_POINTS)[1])
         colours["attention mass kept"] = PURPLE
-        words += f" Attention mass kept: {_described([row.kept_mass for row in rows])}."
-        caption += " The mass kept is the proved bound, or measured."
+        words += f" Attention mass kept: {_described(kept)}."
+        caption += " The mass kept is the proved bound, or an estimate; tokens that select no blocks have none."
     spec = over_tokens(lines(colours), "share", len(rows))
     spec["encoding"]["y"]["scale"] = {"domain": [0, 1]}
     if any(known):

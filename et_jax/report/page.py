@@ -211,7 +211,7 @@ def facts_of(completion: Completion) -> dict[str, str]:
     if math.isfinite(totals.share_bytes):
         facts["bytes moved of the cache"] = f"{totals.share_bytes:.1%}"
     if totals.least_mass_kept < 1:
-        facts["attention mass kept"] = f"at least {totals.least_mass_kept:.3f}"
+        facts["attention mass kept"] = f"{totals.least_mass_kept:.3f} at the worst token, an estimate unless certified"
     if totals.prompt_blocks_held:
         facts["prompt read"] = f"{totals.prompt_share_read:.1%} of blocks"
     if totals.tokens_left_out:
@@ -238,7 +238,7 @@ def _tokens(rows: Sequence[TokenTrace], decode: Decode | None) -> dict[str, Any]
         "temperature": [_figure(row.temperature) for row in rows],
         "blocks read": [f"{row.blocks_read} of {row.blocks_held}" for row in rows],
     }
-    if any(row.kept_mass < 1 for row in rows):
+    if any(row.kept_mass is not None and row.kept_mass < 1 for row in rows):
         columns["attention mass kept"] = [_figure(row.kept_mass) for row in rows]
     if any(row.attention_entropy is not None for row in rows):
         columns["attention entropy (0 to 1)"] = [_figure(row.attention_entropy) for row in rows]

@@ -27,20 +27,20 @@ class TokenTrace:
     sampler. `constrained_entropy` (nats) is over the tokens that a grammar or `allowed_token_ids` permits, None without
     them. The step read `blocks_read` of `blocks_held` allocated blocks, summed over layers and KV heads. `share_bytes`
     is the bytes moved for that, with the summaries and codes scored to select them, over the bytes of all allocated
-    blocks: above 1 if selection costs more than it saves, None if two models alternate. `attention_entropy` and
-    `least_attention_entropy` are those of `Signals`, None if no layer selected blocks. `entropic_time` (nats) is the
-    sum up to this token. `cost` (bytes) is the token's own blocks and summaries, plus the weights divided by the
-    sequences sharing the step; it depends on the batch, while `Signals.cost`, which laws see, does not. `flops` are its
-    own FLOPs. `guard_rates` is the share of tokens so far that each counting guard has flagged. `text` is the text that
-    the token added, empty while a character is incomplete. `top` lists alternatives as (token, log-probability).
-    `accepted` tokens were drafted and required no step of their own. The first token of each step reports how many
-    tokens were `drafted` in it, and is charged for the rejected ones. `by_small` reports whether the smaller of two
-    alternating models produced the token, None with a single model; the figures are then that model's, and the token
-    is charged for the work of both models since the previous token. Of `audited` tokens of one model that the other
-    caught up with for this token, `agreed` were the other's most likely ones. `reads[layer][head]` is `blocks_read` by
-    layer and KV head; None without `load(trace_reads=True)`, or if the small model, whose layers differ, produced the
-    token. `experts` is the number of experts, over all layers, that the previous token and the tokens drafted with it
-    used; None if the model is not a mixture.
+    blocks: above 1 if selection costs more than it saves, None if two models alternate. `kept_mass`,
+    `attention_entropy` and `least_attention_entropy` are those of `Signals`, None if no layer selected blocks.
+    `entropic_time` (nats) is the sum up to this token. `cost` (bytes) is the token's own blocks and summaries, plus the
+    weights divided by the sequences sharing the step; it depends on the batch, while `Signals.cost`, which laws see,
+    does not. `flops` are its own FLOPs. `guard_rates` is the share of tokens so far that each counting guard has
+    flagged. `text` is the text that the token added, empty while a character is incomplete. `top` lists alternatives as
+    (token, log-probability). `accepted` tokens were drafted and required no step of their own. The first token of each
+    step reports how many tokens were `drafted` in it, and is charged for the rejected ones. `by_small` reports whether
+    the smaller of two alternating models produced the token, None with a single model; the figures are then that
+    model's, and the token is charged for the work of both models since the previous token. Of `audited` tokens of one
+    model that the other caught up with for this token, `agreed` were the other's most likely ones. `reads[layer][head]`
+    is `blocks_read` by layer and KV head; None without `load(trace_reads=True)`, or if the small model, whose layers
+    differ, produced the token. `experts` is the number of experts, over all layers, that the previous token and the
+    tokens drafted with it used; None if the model is not a mixture.
     """
 
     token: int
@@ -51,7 +51,7 @@ class TokenTrace:
     surprisal: float
     blocks_read: int
     blocks_held: int
-    kept_mass: float
+    kept_mass: float | None
     entropic_time: float
     cost: float
     flops: float

@@ -135,7 +135,7 @@ class Burst:
             blocks_read=blocks_read,
             blocks_held=allocated,
             share_bytes=moved / (allocated * model.block) if by_small is None else None,
-            kept_mass=signals.kept_mass[place][slot],
+            kept_mass=_known(signals.kept_mass[place][slot]),
             attention_entropy=_known(signals.attention_entropy[place][slot]),
             least_attention_entropy=_known(signals.least_attention_entropy[place][slot]),
             entropic_time=output.entropic_time[place][slot],

@@ -201,8 +201,10 @@ class Totals:
         ]
         if self.blocks_read < self.blocks_held:
             share = f", {100 * self.share_bytes:.0f}% of bytes" if math.isfinite(self.share_bytes) else ""
-            mass = formatted(self.least_mass_kept, ".3f")
-            said.append(f"read {100 * self.share_read:.0f}% of blocks{share}, at least {mass} of the attention mass")
+            said.append(f"read {100 * self.share_read:.0f}% of blocks{share}")
+            if math.isfinite(self.least_mass_kept):
+                mass = formatted(self.least_mass_kept, ".3f")
+                said[-1] += f", at the worst token {mass} of the attention mass (an estimate unless certified)"
         if math.isfinite(self.decided):
             said.append(f"{100 * self.decided:.0f}% of the entropy decided by the grammar")
         if self.prompt_blocks_held:

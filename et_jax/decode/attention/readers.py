@@ -70,20 +70,18 @@ class FullAttention:
 class BlockSparse:
     """Block-sparse attention of rows of one token to the blocks that each layer's selector chooses; records them.
 
-    A row without `refresh` reads the blocks of `block_mask`, the last ones, again; `kept_mass` is their share of mass
-    then. None selects for every row. `selectors` are those of every layer, their numbers
-    with an entry per row. A row of fewer than `min_context` tokens uses full attention without scores; None scores
-    every row. A layer with a window uses full attention for rows much longer than it. Without `chooses` no row
-    is that long, and the program contains no selection. `skipped` counts the
+    A row without `refresh` reads the blocks of `block_mask`, the last ones, again. None selects for every row.
+    `selectors` are those of every layer, their numbers with an entry per row. A row of fewer than `min_context` tokens
+    uses full attention without scores; None scores every row. A layer with a window uses full attention for rows much
+    longer than it. Without `chooses` no row is that long, and the program contains no selection. `skipped` counts the
     leading blocks in which a KV head has no entries, None if all heads have all. `block_mass` is the share of each
-    query head on each block when it was last read; None if no selector uses it. With `residual` unread
-    blocks count as their mean. `sensitivity` is that of the model's heads, if it was measured. If the model
-    self-drafts, `pruned`, the heavy blocks of `recorded_rows` are recorded, in pages of `page_size`.
+    query head on each block when it was last read; None if no selector uses it. With `residual` unread blocks count as
+    their mean. `sensitivity` is that of the model's heads, if it was measured. If the model self-drafts, `pruned`, the
+    heavy blocks of `recorded_rows` are recorded, in pages of `page_size`.
     """
 
     tolerance: Float[Array, " r"]
     block_mask: UInt32[Array, "r l k n32"]
-    kept_mass: Float[Array, " r"]
     selectors: tuple[Selector, ...]
     min_context: Int[Array, " r"] | None = None
     skipped: Int[Array, "r l k"] | None = None
@@ -132,11 +130,10 @@ class BlockSparse:
         lengths = chunk.lengths
         records = written_out(plant, chunk, self.skipped, records)
         long = long_rows(self.chooses, self.min_context, lengths)
-        kept_mass = jnp.where(long, self.kept_mass, 1.0)
         scored = long if self.refresh is None else long & self.refresh
         summaries = count_blocks(lengths, plant.page_size) * plant.model.num_kv_heads
         stats = replace(
-            selected_reads(records, scored, kept_mass, summaries),
+            selected_reads(records, long, scored, summaries),
             block_masks=by_layer(records, attrgetter("block_mask"), axis=1),
             block_masses=by_layer(records, attrgetter("block_mass"), axis=1),
         )

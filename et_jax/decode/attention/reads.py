@@ -22,7 +22,7 @@ class ReadStats:
     """The blocks that attention read, gathered over layers.
 
     `blocks_read` counts blocks over layers and KV heads, `summaries_read` likewise those that a selector
-    scored; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads;
+    scored; `kept_mass` is the least share of attention mass on the blocks read, over layers and heads, or NaN;
     `entropies` sums each query head's attention entropy over the layers whose blocks were selected at this
     token, `num_entropies` counts those heads and `least_entropy` is the least (inf if there are none).
     `block_masks` has each layer's packed mask, `block_masses` the share of mass of every query head and block, if
@@ -100,12 +100,12 @@ class ByHead:
 
 
 def selected_reads(
-    records: tuple[Any, ...], scored: Bool[Array, " r"], kept_mass: Float[Array, " r"], summaries: Int[Array, " r"]
+    records: tuple[Any, ...], long: Bool[Array, " r"], scored: Bool[Array, " r"], summaries: Int[Array, " r"]
 ) -> ReadStats:
     """Return the stats of block selection over the layers that select blocks; without masks and masses.
 
-    Rows that are not `scored` keep their `kept_mass`; the others have `summaries` scored in each layer, unless the
-    layer records which rows it scored.
+    Rows that are not `long` read everything. Of a row that is, and is not `scored`, no mass is known. The scored have
+    `summaries` scored in each layer, unless the layer records which rows it scored.
     """
     found = [
         jax.tree.map(lambda x: x[:, None], one.by_head)
@@ -128,7 +128,7 @@ def selected_reads(
     layers = jnp.sum(jnp.concatenate(by_layer, axis=1), axis=1, dtype=jnp.int32)
     return replace(
         stats,
-        kept_mass=jnp.where(scored, jnp.min(kept, axis=(1, 2)), kept_mass),
+        kept_mass=jnp.where(scored, jnp.min(kept, axis=(1, 2)), jnp.where(long, jnp.nan, 1.0)),
         summaries_read=layers * summaries,
         entropies=reduce(jnp.add, sums, stats.entropies),
         num_entropies=(layers * kept.shape[2]).astype(jnp.float32),
