@@ -33,6 +33,8 @@ from et_jax.models.stacks import depths_of
 from et_jax.serve.engine import Model
 from et_jax.types import Number, pytree, replace, static, value
 
+MOST_ROWS, MOST_LOGITS = 4, 2**29  # read at once
+
 
 def best(segment: Segment, tokens: Float[Array, " k"]) -> Bool[Array, "k n"]:
     """Return the blocks of greatest score that hold so many tokens, of each head.
@@ -110,10 +112,11 @@ class Reading:
 
 
 class Prompts:
-    """A model's rows of text as prompts of whole segments, `batch` at a time."""
+    """A model's rows of text as prompts of whole segments, as many at a time as their logits allow."""
 
-    def __init__(self, model: Model, rows: Int[np.ndarray, "r t"], segment: int, batch: int = 4) -> None:
-        self.model, self.segment, self.batch = model, segment, batch
+    def __init__(self, model: Model, rows: Int[np.ndarray, "r t"], segment: int) -> None:
+        self.model, self.segment = model, segment
+        self.batch = min(MOST_ROWS, max(1, MOST_LOGITS // (rows.shape[1] * model.config.vocab_size)))
         length = (rows.shape[1] - 1) // segment * segment
         self.given, self.following = rows[:, :length], rows[:, 1 : length + 1]
         self.dense_until = 2 * segment
