@@ -182,7 +182,7 @@ class BlockSparseLayer:
             selector = jax.tree.map(lambda number: PerRow(array=number), self.selector)
             return per_head(both, selector, known(rows), fallback)
         if self.chooses:
-            selected = run_for(scored & (blocks.length > 0), select, rows)
+            selected = run_for(scored & (blocks.length > 0) if on_cpu else scored, select, rows)
         else:
             selected = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(select, rows))
 
