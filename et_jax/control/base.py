@@ -42,8 +42,8 @@ class Signals:
     or `allowed_token_ids` permits, before penalties; the difference to `entropy` is what they decide. Without them it
     equals `entropy`. `entropy_low` and `entropy_high` bracket the raw entropy and are equal when it is exact.
     `kept_mass` is the share of attention mass on the blocks read, the minimum over layers and query heads: a lower
-    bound under a certified selector, else an estimate that may be too high; NaN at a token that selects no blocks
-    anew. `attention_entropy` is that of a query head over its blocks, from 0 to 1 (see
+    bound under a certified selector, else an estimate that may be too high; 1 if everything is read, NaN at a token
+    that reads the last selection again. `attention_entropy` is that of a query head over its blocks, from 0 to 1 (see
     `view.attention_entropy`): the mean over layers and heads, and the minimum; NaN if no layer selected blocks for this
     token. `blocks_read` counts blocks over layers and KV heads, `summaries_read` those scored for the selection. `cost`
     is in bytes, and nominal: the cache reads and experts of this sequence, and its share of the other weights if every

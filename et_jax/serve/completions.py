@@ -28,7 +28,7 @@ class TokenTrace:
     them. The step read `blocks_read` of `blocks_held` allocated blocks, summed over layers and KV heads. `share_bytes`
     is the bytes moved for that, with the summaries and codes scored to select them, over the bytes of all allocated
     blocks: above 1 if selection costs more than it saves, None if two models alternate. `kept_mass`,
-    `attention_entropy` and `least_attention_entropy` are those of `Signals`, None if no layer selected blocks.
+    `attention_entropy` and `least_attention_entropy` are those of `Signals`, None where those are NaN.
     `entropic_time` (nats) is the sum up to this token. `cost` (bytes) is the token's own blocks and summaries, plus the
     weights divided by the sequences sharing the step; it depends on the batch, while `Signals.cost`, which laws see,
     does not. `flops` are its own FLOPs. `guard_rates` is the share of tokens so far that each counting guard has

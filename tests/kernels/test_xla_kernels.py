@@ -126,7 +126,7 @@ def test_a_row_of_a_chunk_does_not_depend_on_how_long_the_loop_runs(name):
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 3), (2, 4)], ids=str)
 @pytest.mark.parametrize("function", [block_scores, code_scores])
 def test_the_scores_of_a_row_have_the_same_bits_alone_and_beside_others(function, heads):
-    """Beside rows that are empty, walked in another tile, and beside rows as long, of which one is NaN."""
+    """Beside rows that are empty, and beside rows as long, of which one is NaN."""
     kv_heads, group = heads
     sizes = {"num_kv_heads": kv_heads, "num_heads": kv_heads * group, "lengths": (60,) * 16}
     shape = dataclasses.replace(CODE.shapes["group_4"], **sizes)
