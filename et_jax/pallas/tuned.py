@@ -2,7 +2,7 @@
 
 `tuned/<device kind>.json` maps a kernel and the facts that its best settings depend on to those settings:
 
-    {"paged_attention/xla page_size=16 head_dim=128 queries=4 dtype=float32": {"group": 32, "joint": false, "pieces": 4}}
+    {"paged_attention/xla page_size=16 head_dim=64 queries=4 dtype=float32": {"group": 32, "joint": false, "pieces": 4}}
 
 `scripts/tune_kernels.py` measures and writes it. Without a file for the device, or for other keys, the rule applies.
 """

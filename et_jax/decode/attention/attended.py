@@ -131,8 +131,7 @@ def with_residual(
 
     S are the attended blocks, D the other readable ones. `out` is o over S, and `bounds.residual_error` bounds the
     error. Z_S is the sum that `out` was divided by, including a sink. `mean` is that of every page, as
-    `PageSummary` has it. Sums are in float32. On a CPU a row whose masses are all 0, as none
-    were computed, keeps its output. On a GPU rows past those of the `residual` become 0.
+    `PageSummary` has it. Sums are in float32. On a GPU rows past those of the `residual` become 0.
     """
     read, weight, denominator = residual.read, residual.weight, residual.denominator
     if platform() == "gpu":
@@ -140,8 +139,6 @@ def with_residual(
     attended = out.astype(jnp.float32).reshape(*read.shape, -1)
     mixed = _mixture(weight, mean, blocks, attended.shape[-1])
     mixed = (read[..., None] * attended + mixed) / jnp.where(denominator > 0, denominator, 1.0)[..., None]
-    if platform() == "cpu":
-        mixed = jnp.where((denominator > 0)[..., None], mixed, attended)
     return mixed.astype(out.dtype).reshape(out.shape)
 
 
