@@ -74,6 +74,12 @@ def adaptive(
     return replace(made, law=chain(made.law, refresh.Every(select_every)), residual=False)
 
 
+def share(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
+    """Return the laws that read a fixed share of the blocks. The others count as nothing."""
+    made = _by_mean_values(select.TopBlocks(), target_entropy, tolerance, min_blocks, window, min_context)
+    return replace(made, residual=False)
+
+
 def ead(tau: float) -> Controller:
     """Return Entropy Adaptive Decoding as printed."""
     return Controller(switch=AsPrinted(tau))
@@ -108,6 +114,7 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
     "guarded": guarded,
     "certified": certified,
     "adaptive": adaptive,
+    "share": share,
     "ead": ead,
     "ead_guarded": ead_guarded,
     "entropyinfer": entropyinfer,

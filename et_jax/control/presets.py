@@ -172,6 +172,27 @@ class Adaptive(Pruning):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Share(Pruning):
+    """Reads a fixed share of the blocks: those with the greatest attention mass by their boxes and mean keys.
+
+    The share is 1 - `tolerance`. It scores no key and measures no head; entropy does not change what it reads.
+    """
+
+    name = "share"
+    tolerance: float | int = knob(
+        0.75,
+        Knob(
+            help="the share of the blocks that is left unread",
+            unit="share",
+            kind=float,
+            least=0.0,
+            most=1.0,
+            wanted="a share of the blocks, from 0 to 1",
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ead(Preset):
     """Entropy Adaptive Decoding as printed: of two models the small one is active while it is certain.
 
@@ -251,7 +272,7 @@ class Dynamic(Preset):
 
 PRESETS: dict[str, type[Preset]] = {
     one.name: one
-    for one in (Off, Paper, Guarded, Certified, Adaptive, Ead, EadGuarded, EntropyInfer, Mirostat, Dynamic)
+    for one in (Off, Paper, Guarded, Certified, Adaptive, Share, Ead, EadGuarded, EntropyInfer, Mirostat, Dynamic)
 }
 """Every preset by its name."""
 

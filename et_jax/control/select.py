@@ -15,6 +15,7 @@ from et_jax.control.selector import SUMMARIES, AnySelector, Opens, Selection, Se
 from et_jax.control.view import (
     BlockView,
     Need,
+    box_log_mass,
     exact_at_tail,
     greater_mass,
     likeliest_log_mass,
@@ -158,6 +159,32 @@ class Quest(Opens):
     def opened(self, view: BlockView) -> Bool[Array, " n"]:
         """Return the blocks of greatest upper bound."""
         return _most(jnp.max(view.score.high, axis=0), self.num_blocks, view)
+
+
+LogMass = Callable[[BlockView], Float[Array, "g n"]]
+"""An estimate of the log of each block's attention mass, in nats up to a constant, for each query head."""
+
+
+@value
+class TopBlocks(Opens):
+    """All but the tolerance of the blocks: those with the greatest estimated share of mass for some query head.
+
+    A fixed budget without a certificate. `log_mass` estimates masses, by default from boxes and mean keys. The least
+    tolerance of the query heads counts. Ties at the last place are all read; tolerance 0 opens everything.
+    """
+
+    log_mass: LogMass = static(default=box_log_mass)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The needs of the estimate, and the summaries."""
+        return SUMMARIES | needs_of(self.log_mass)
+
+    def opened(self, view: BlockView) -> Bool[Array, " n"]:
+        """Return the blocks of greatest estimated share."""
+        blocks = jnp.sum(view.num_tokens > 0, dtype=jnp.int32).astype(jnp.float32)
+        count = jnp.ceil((1.0 - jnp.min(view.head_tolerance)) * blocks).astype(jnp.int32)
+        return _most(jnp.max(log_softmax(self.log_mass(view)), axis=0), count, view)
 
 
 def _most(score: Float[Array, " n"], num_blocks: Count, view: BlockView) -> Bool[Array, " n"]:

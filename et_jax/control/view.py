@@ -161,16 +161,21 @@ def last_mass(view: BlockView) -> Float[Array, "g n"]:
     return jnp.where(view.num_tokens > 0, jnp.maximum(view.last_mass, before), 0.0)
 
 
-def box_mass(view: BlockView) -> Float[Array, "g n"]:
-    """Return the share of attention mass in each block if one more key lies half way from their mean to the box's end.
+def box_log_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the log of each block's mass if one more key lies half way from their mean to the box's end.
 
         Z_b ~ n e^m + e^{(m + h)/2},  m = q . mean key, h the greatest score that the box of the keys allows
 
-    A mean key hides a single outlier among many keys; the box alone overestimates it.
-    Source: the box is Quest's (Tang et al. 2024), half way a choice of this package.
+    A mean key hides a single outlier among many keys; the box alone overestimates it. The least float for an unused
+    block. Source: the box is Quest's (Tang et al. 2024), half way a choice of this package.
     """
     one = jnp.where(view.num_tokens > 0, 0.5 * (view.middle + view.score.high), jnp.finfo(jnp.float32).min)
-    return softmax(exact_at_tail(view, jnp.logaddexp(estimated_log_mass(view), one)))
+    return exact_at_tail(view, jnp.logaddexp(estimated_log_mass(view), one))
+
+
+def box_mass(view: BlockView) -> Float[Array, "g n"]:
+    """Return the share of attention mass in each block by `box_log_mass`, in [0, 1]."""
+    return softmax(box_log_mass(view))
 
 
 @needing("masses")

@@ -1,38 +1,38 @@
 """Does reading a part of the blocks save time on a real model, by the length of the context?
 
-The model continues parts of a text greedily, one sequence at a time or several, and the arms take turns: presets, which
-select blocks at every token, `adaptive` that selects them at every 4th to 16th, and Quest, which reads a fixed share of
-them and selects at every token or at every 16th. Each chooses blocks at every length. Counted is the time from where
-all sequences have a new token to the last token, with traces, divided by the tokens of all sequences in it.
+The decoder's step continues parts of a text greedily, one sequence or several, and the arms take turns: presets, which
+select blocks at every token, `adaptive` that selects them at every 4th to 16th, and Quest at a share of the blocks.
+Each selects at every length. A prompt is read once for each arm; every round continues where the last one ended.
+Counted is the time of a burst of steps, divided by the tokens of all sequences in it.
 """
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from et_jax.control import refresh
+import jax
+import jax.numpy as jnp
+
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
+from et_jax.decode.plant import costs
 from et_jax.errors import UsageError
-from et_jax.serve.completions import TokenTrace
+from et_jax.scope import own_settings
 from et_jax.serve.engine import load
 from et_jax.serve.model import Model
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.selectors import quest, reading
+from scripts.measuring.states import prefilled
 from scripts.measuring.text import texts
-from scripts.measuring.timing import Round
+from scripts.measuring.timing import Round, seconds
 
 LONGEST_TOKEN = 16  # characters of a token, which few have
 PRESETS: dict[str, dict[str, Any]] = {name: {} for name in ("off", "paper", "guarded", "certified", "adaptive")}
 PRESETS |= {f"adaptive, every {n}th token": {"select_every": n} for n in (4, 8, 16)}
-QUEST = {  # the share of blocks read, and tokens a selection
-    "quest 1/8": (0.125, 1),
-    "quest 1/8, every 16th token": (0.125, 16),
-    "quest 1/4, every 16th token": (0.25, 16),
-}
+PRESETS |= {f"share 1/{n}": {"tolerance": 1 - 1 / n} for n in (4, 8)}
+QUEST = {"quest 1/4": 0.25, "quest 1/8": 0.125}
 ARMS = (*PRESETS, *QUEST)
 
 
@@ -44,45 +44,57 @@ class Settings(Base):
     contexts: tuple[int, ...] = setting((2048, 4096, 7680), "tokens of the prompt", least=2, quick=(120,))
     controls: tuple[str, ...] = setting(ARMS, "presets and shares", choices=ARMS, quick=("off", "quest 1/8"))
     sequences: int = setting(1, "sequences at a time", least=1, quick=2)
-    tokens: int = setting(64, "new tokens of each", least=2, quick=8)
-    rounds: int = setting(3, "rounds in which the arms take turns", least=2, quick=2)
+    tokens: int = setting(16, "new tokens of each in a round", least=2, quick=8)
+    rounds: int = setting(15, "rounds in which the arms take turns", least=2, quick=2)
 
 
 def controller(name: str) -> Controller:
-    """Return the controller of an arm, which chooses blocks at every length."""
-    if name in PRESETS:
-        least = {} if name == "off" else {"min_context": 0}
-        return preset(name.partition(",")[0], **PRESETS[name], **least)
-    share, interval = QUEST[name]
-    return reading(quest, share, refresh.Every(interval))
+    """Return the controller of an arm, which selects blocks at every length."""
+    if name in QUEST:
+        return reading(quest, QUEST[name])
+    least = {} if name == "off" else {"min_context": 0}
+    return preset(name.partition(",")[0].partition(" ")[0], **PRESETS[name], **least)
 
 
+@own_settings()
 def decoding(model: Model, name: str, prompts: list[list[int]], tokens: int) -> Round:
     """Return a round of new tokens after each prompt, under the controller of an arm."""
-    control = controller(name)
+    bound = model.decoder(controller(name))
+    state = prefilled(bound, model.weights, prompts, limit=2**30, temperature=0.0)
+    price = costs(bound.config.plants, model.weights, state.plants, bound.config.by_mass_of)[0]
+    heads = bound.config.model.num_layers * bound.config.model.num_kv_heads
+    held = [state]
 
+    @own_settings()
     def timed() -> dict[str, float]:
-        start, produced = 0.0, 0
-        begun = set[int]()
-        trace: list[TokenTrace] = []
-        for event in model.stream(prompts, max_tokens=tokens, temperature=0.0, ignore_eos=True, control=control):
-            begun.add(event.prompt_index)
-            if start:
-                produced += 1
-            elif len(begun) == len(prompts):
-                start = time.perf_counter()
-            trace += event.completion.trace if event.completion else ()
-        milliseconds = 1e3 * (time.perf_counter() - start) / produced
-        read, held = sum(row.blocks_read for row in trace), sum(row.blocks_held for row in trace)
-        moved = sum((row.share_bytes or 0.0) * row.blocks_held for row in trace)
-        return {"milliseconds": milliseconds, "share_read": read / held, "share_bytes": moved / held}
+        taken, read, scored, blocks, left = 0.0, 0.0, 0.0, 0.0, tokens
+        while left:
+            found: list[Any] = []
+
+            def burst(left: int = left, found: list[Any] = found) -> Any:
+                held[0], output, ran = bound.decode(model.weights, held[0], left)
+                found[:] = output, ran
+                return held[0], found
+
+            taken += seconds(burst)
+            output, ran = jax.device_get(found)
+            signals = jax.tree.map(lambda x, ran=ran: x[:ran], output.signals)
+            read += float(jnp.sum(signals.blocks_read))
+            scored += float(jnp.sum(signals.summaries_read))
+            blocks += float(jnp.sum(signals.allocated_pages)) * heads
+            left -= int(ran)
+        return {
+            "milliseconds": 1e3 * taken / (tokens * len(prompts)),
+            "share_read": read / blocks,
+            "share_bytes": (read * price.block + scored * price.summary) / (blocks * price.block),
+        }
 
     return timed
 
 
 def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each context."""
-    longest = max(settings.contexts) + settings.tokens
+    longest = max(settings.contexts) + settings.tokens * (settings.rounds + 1)
     model = load(settings.model, max_num_seqs=settings.sequences, max_model_len=longest)
     wanted = longest * settings.sequences
     tokens = model.tokenizer.encode("\n\n".join(texts(settings.text))[: LONGEST_TOKEN * wanted])

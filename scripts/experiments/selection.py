@@ -60,10 +60,11 @@ CURVES: dict[str, tuple[Callable[[float], Controller], tuple[float, ...]]] = {
         )
         for n in (4, 8, 16)
     },
+    "share": (lambda at: preset("share", tolerance=1.0 - at), SHARES),
     "oracle": (lambda _: guarded(true_mass), (0.01, 0.05, 0.2, 0.5)),
 }
 """By name a selector's controller at a tolerance, and the tolerances that it runs at."""
-PRESETS = ("paper", "guarded", "certified", *(name for name in CURVES if name.startswith("adaptive")))
+PRESETS = ("paper", "guarded", "certified", "share", *(name for name in CURVES if name.startswith("adaptive")))
 """Those whose laws set the tolerance."""
 UNSCORED = ("sinks and window", "chance", "oracle")  # that inspect no block
 DENSE = "dense"

@@ -48,6 +48,7 @@ COMPARED: dict[str, Controller] = {
     **{f"certified {at:g}": preset("certified", tolerance=at) for at in (0.05, 0.2, 0.5)},
     **{f"adaptive {at:g}": preset("adaptive", tolerance=at) for at in (1e-4, 1e-3)},
     "adaptive 0.0001, every 8th token": preset("adaptive", tolerance=1e-4, select_every=8),
+    **{f"share {at:g}": preset("share", tolerance=1 - at) for at in (0.25, 0.125)},
     "quest": reading(quest, 0.125),
     "sinks and window": reading(window, 0.125),
 }
