@@ -61,7 +61,7 @@ def written() -> Iterator[tuple[str, list[Completion]]]:
     """Yield the completions of every case by its name."""
     model = et_jax.load(max_num_seqs=4)
     asked = requests()
-    for name in ("off", "paper", "guarded", "certified", "adaptive"):
+    for name in ("off", "paper", "guarded", "certified", "adaptive", "share"):
         yield name, model.generate(asked, control=preset(name))
     for name, knobs in (("guarded", {"target_entropy": 2.0}), ("certified", {"tolerance": 0.2, "window": 32})):
         yield f"{name} {knobs}", model.generate(asked[2:4] + asked[6:7], control=preset(name, **knobs))

@@ -5,9 +5,11 @@ Nothing here imports JAX.
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Collection
+from typing import NoReturn
 
 from et_jax.cli.signals import Signals
 from et_jax.cli.streams import STANDARD_OUTPUT, standard_streams
@@ -47,8 +49,10 @@ def _run(
     texts: Collection[str],
 ) -> int:
     with standard_streams(), Signals() as signals:
-        args = parser().parse_args(arguments)
+        flags = parser()
+        flags.error = _refuse  # argparse prints all flags before its message
         try:
+            args = flags.parse_args(arguments)
             _check_given(args, texts)
             code = command(args, signals)
             if sys.stdout is not None:
@@ -106,6 +110,15 @@ def succeeded(write: Callable[[], None]) -> bool:
         print(f"error: {sentence(error)}; what was printed is complete.", file=sys.stderr)
         return False
     return True
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raise UsageError for a message of argparse."""
+    number = re.fullmatch(r"argument ([^:/]+)[^:]*: invalid (int|float) value: (.*)", message)
+    if number is not None:
+        wanted = "a whole number" if number[2] == "int" else "a number"
+        raise UsageError(f"{number[1]} is {number[3]}; give {wanted}.")
+    raise UsageError(f"{message}; --help lists the flags.")
 
 
 def _check_given(args: argparse.Namespace, texts: Collection[str]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from et_jax.control import clock, guards, priority, refresh, select, temperature, temperature_rules
+from et_jax.control import clock, guards, priority, select, temperature, temperature_rules
 from et_jax.control import tolerance as tolerances
 from et_jax.control.base import Law, PriorityRule, chain
 from et_jax.control.budget import EntropyBudget
@@ -57,21 +57,10 @@ def certified(
 
 
 def adaptive(
-    target_entropy: float | None,
-    tolerance: float,
-    min_blocks: int,
-    window: int,
-    min_context: int,
-    select_every: int,
+    target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
 ) -> Controller:
-    """Return the laws that read the blocks of greatest expected error, selected at every `select_every`-th token.
-
-    If a selection is kept, unread blocks count as nothing: their estimated masses hold for one query.
-    """
-    made = _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
-    if select_every == 1:
-        return made
-    return replace(made, law=chain(made.law, refresh.Every(select_every)), residual=False)
+    """Return the laws that read the blocks of greatest expected error."""
+    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
 
 
 def share(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:

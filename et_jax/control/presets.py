@@ -150,24 +150,14 @@ class Certified(Pruning):
 class Adaptive(Pruning):
     """Reads the blocks of greatest expected error, from 8-bit copies of the keys.
 
-    It uses the model's sensitivity to each head, which `et_jax.calibrate` measures. The rest counts
-    as its mean value. `tolerance` is an expected error, in nats per token to an order of magnitude. With
-    `select_every` above 1 the tokens between two selections read the blocks of the last one, without scores, and the
-    rest counts as nothing: they err more than expected.
+    It uses the model's sensitivity to each head, which `et_jax.calibrate` measures. The rest counts as its mean value.
+    `tolerance` is an expected error, in nats per token to an order of magnitude.
     """
 
     name = "adaptive"
     tolerance: float | int = knob(
         1e-4,
         _from_zero("the expected error of what is left unread, in nats per token to an order of magnitude", "nats"),
-    )
-    select_every: int = knob(
-        1,
-        _count(
-            "select blocks at every N-th token; the tokens between read the last selection again, and err more",
-            "tokens",
-            least=1,
-        ),
     )
 
 

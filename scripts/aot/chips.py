@@ -172,6 +172,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("phi_4, 40 layers", (V5E, V6E), DEEP | {"model": PHI_4, "num_layers": 40, "max_length": 8192}),
     ("olmo2_7b, 32 layers", (V5E, V6E, HOPPER), DEEP | {"model": OLMO2_7B, "num_layers": 32, "max_length": 4096}),
     ("adaptive", (V6E,), WHOLE | {"control": "adaptive", "functions": DECODE}),
+    ("share", (V6E,), LARGE | {"model": LLAMA3_8B, "control": "share", "functions": DECODE}),
     # the two read by one kernel
     ("entropyinfer llama3_8b", (V6E, V5E), WHOLE | INFER),
     ("entropyinfer qwen3_8b", (V6E, HOPPER), WHOLE_QWEN | INFER),
@@ -213,6 +214,7 @@ KERNELS = {
     "gemma2_2b, 26 layers": (19, 49),
     "gemma3_4b, 34 layers": (24, 51),
     "adaptive": (21, 50),
+    "share": (20, 50),
     "last masses": (21, 59),
     "smollm2_135m, paper": (22, 55),
     "smollm2_135m, certified": (21, 48),

@@ -23,17 +23,17 @@ from et_jax.serve.engine import load
 from et_jax.serve.model import Model
 from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
-from scripts.measuring.selectors import quest, reading
+from scripts.measuring.selectors import keeping, quest, reading
 from scripts.measuring.states import prefilled
 from scripts.measuring.text import texts
 from scripts.measuring.timing import Round, seconds
 
 LONGEST_TOKEN = 16  # characters of a token, which few have
 PRESETS: dict[str, dict[str, Any]] = {name: {} for name in ("off", "paper", "guarded", "certified", "adaptive")}
-PRESETS |= {f"adaptive, every {n}th token": {"select_every": n} for n in (4, 8, 16)}
 PRESETS |= {f"share 1/{n}": {"tolerance": 1 - 1 / n} for n in (4, 8)}
+KEPT = {f"adaptive, every {n}th token": n for n in (4, 8, 16)}
 QUEST = {"quest 1/4": 0.25, "quest 1/8": 0.125}
-ARMS = (*PRESETS, *QUEST)
+ARMS = (*PRESETS, *KEPT, *QUEST)
 
 
 class Settings(Base):
@@ -52,8 +52,9 @@ def controller(name: str) -> Controller:
     """Return the controller of an arm, which selects blocks at every length."""
     if name in QUEST:
         return reading(quest, QUEST[name])
-    least = {} if name == "off" else {"min_context": 0}
-    return preset(name.partition(",")[0].partition(" ")[0], **PRESETS[name], **least)
+    if name in KEPT:
+        return keeping(preset("adaptive"), KEPT[name])
+    return preset(name.partition(" ")[0], **PRESETS[name])
 
 
 @own_settings()

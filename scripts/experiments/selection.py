@@ -25,7 +25,7 @@ from et_jax.control.presets import preset
 from et_jax.control.view import BlockView, coded_mass
 from et_jax.types import replace
 from scripts.measuring.experiment import Figure, Group, Missed, setting
-from scripts.measuring.selectors import guarded, quest, true_mass, window
+from scripts.measuring.selectors import guarded, keeping, quest, true_mass, window
 from scripts.measuring.teacher_forced import FIGURES as OF_SCORES
 from scripts.measuring.teacher_forced import Forced, Scores
 
@@ -55,7 +55,7 @@ CURVES: dict[str, tuple[Callable[[float], Controller], tuple[float, ...]]] = {
     "adaptive": (lambda at: preset("adaptive", tolerance=at), (1e-5, 1e-4, 1e-3, 1e-2)),
     **{
         f"adaptive, every {n}th token": (
-            lambda at, n=n: preset("adaptive", tolerance=at, select_every=n),
+            lambda at, n=n: keeping(preset("adaptive", tolerance=at), n),
             (1e-5, 1e-4, 1e-3, 1e-2),
         )
         for n in (4, 8, 16)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from et_jax.control import select, tolerance
+from et_jax.control import refresh, select, tolerance
 from et_jax.control.base import Law, chain
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
@@ -43,11 +43,16 @@ def reading(selector: AnySelector, share: float, *laws: Law) -> Controller:
     return replace(guarded(selector), law=chain(Controller.law, tolerance.Constant(share), *laws))
 
 
+def keeping(controller: Controller, interval: int) -> Controller:
+    """Return a controller that selects blocks at every so many tokens, and reads the last selection at the others."""
+    return replace(controller, law=chain(controller.law, refresh.Every(interval)), residual=False)
+
+
 COMPARED: dict[str, Controller] = {
     **{name: preset(name) for name in ("off", "paper", "guarded")},
     **{f"certified {at:g}": preset("certified", tolerance=at) for at in (0.05, 0.2, 0.5)},
     **{f"adaptive {at:g}": preset("adaptive", tolerance=at) for at in (1e-4, 1e-3)},
-    "adaptive 0.0001, every 8th token": preset("adaptive", tolerance=1e-4, select_every=8),
+    "adaptive 0.0001, every 8th token": keeping(preset("adaptive", tolerance=1e-4), 8),
     **{f"share {at:g}": preset("share", tolerance=1 - at) for at in (0.25, 0.125)},
     "quest": reading(quest, 0.125),
     "sinks and window": reading(window, 0.125),

@@ -13,7 +13,17 @@ from ladder import taken
 from et_jax.control.bisect import above_threshold
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
-from et_jax.control.select import ActiveSet, Certified, Guarded, Quest, SinksWindow, TopMass, chord_bounds, coded_bounds
+from et_jax.control.select import (
+    ActiveSet,
+    Certified,
+    Guarded,
+    Quest,
+    SinksWindow,
+    TopBlocks,
+    TopMass,
+    chord_bounds,
+    coded_bounds,
+)
 from et_jax.control.select import PerHead as ToleranceOfHeads
 from et_jax.control.selector import as_selector
 from et_jax.decode.attention.blocks import LayerKind
@@ -189,6 +199,7 @@ def test_a_function_receives_the_numbers_of_its_layer(run):
 SELECTORS = {
     "Quest": Quest(5),
     "sinks and window": SinksWindow(4, 20),
+    "blocks": TopBlocks(),
     "mass": TopMass(),
     "guarded": Guarded(TopMass(), sinks=9, window=17, min_blocks=6),
     "paper": Guarded(ActiveSet(), sinks=0, window=0, min_blocks=3),

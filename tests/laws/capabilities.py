@@ -39,6 +39,7 @@ from et_jax.serve.engine import Model
 from et_jax.text import load_tokenizer
 from et_jax.types import replace
 from scripts.measuring import shapes
+from scripts.measuring.selectors import keeping
 
 SIZES = {
     "max_num_seqs": 3,
@@ -192,7 +193,10 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "module, adaptive, kept": lambda: _pruning(
         load=of_module,
-        settings={"control": pruned("adaptive", tolerance=0.3, min_context=24, select_every=3), "calibration": "none"},
+        settings={
+            "control": keeping(pruned("adaptive", tolerance=0.3, min_context=24), 3),
+            "calibration": "none",
+        },
     ),
     "own, budget": lambda: Capability(
         settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},

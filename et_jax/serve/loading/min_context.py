@@ -16,31 +16,22 @@ NEVER = MOST
 """A length that no sequence reaches: every block is read at any length."""
 
 MEASURED: Mapping[str, Mapping[str, int]] = {
-    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER}
+    "cpu": {"paper": NEVER, "guarded": NEVER, "certified": NEVER, "adaptive": NEVER, "share": 4096}
 }
 """Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 
-The cases are those of steps.json, presets_epyc.json and presets.json in benchmarks/results. In the first,
-with random keys of which few stand out, `paper` and `guarded` save time from 2,048 tokens on. With a real model they
-read four fifths of the blocks, and do not save time. Other platforms were not measured: presets select blocks at every
-length there.
+The cases are those of steps.json, presets_epyc.json, presets.json and presets_bursts.json in benchmarks/results. In the
+first, with random keys of which few stand out, `paper` and `guarded` save time from 2,048 tokens on. With a real model
+they read four fifths of the blocks, and do not save time. Other platforms were not measured: presets select blocks at
+every length there.
 """
 
 
-KEPT: Mapping[str, tuple[int, int]] = {"cpu": (8, 4096)}
-"""By platform, a `select_every` of `adaptive`, and the tokens from which on a step under it took no longer than `off`.
-
-The cases are those of presets_kept.json.
-"""
-
-
-def usual(name: str, platform: str, select_every: int = 1) -> int:
+def usual(name: str, platform: str) -> int:
     """Return the least context in tokens at which a preset selects blocks; 0 if that was not measured.
 
-    `platform` is a name of `jax.default_backend`. Only `adaptive` has a `select_every` above 1.
+    `platform` is a name of `jax.default_backend`.
     """
-    if platform in KEPT and select_every >= KEPT[platform][0]:
-        return KEPT[platform][1]
     return MEASURED.get(platform, {}).get(name, 0)
 
 
@@ -52,7 +43,7 @@ def named(name: str, platform: str, **given: float | int | None) -> Controller:
     made = preset(name, **given)
     if "min_context" not in knobs(PRESETS[name]) or given.get("min_context") is not None:
         return made
-    return preset(name, **given | {"min_context": usual(name, platform, getattr(made.preset, "select_every", 1))})
+    return preset(name, **given | {"min_context": usual(name, platform)})
 
 
 def described(least: int) -> str:

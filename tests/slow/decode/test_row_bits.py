@@ -14,8 +14,9 @@ from et_jax.control.base import chain
 from et_jax.control.clock import FallClock
 from et_jax.control.controller import Controller
 from et_jax.control.presets import preset
-from et_jax.control.select import Quest
+from et_jax.control.select import TopBlocks
 from et_jax.control.smoothing import EmaEntropy
+from et_jax.control.tolerance import Constant
 from et_jax.decode import decoder as decoding
 from et_jax.decode.state import empty
 from et_jax.decode.step import step
@@ -33,7 +34,7 @@ SLIDING = dataclasses.replace(WIDE, num_layers=2, head_dim=64, windows=(6, None)
 LONE = dataclasses.replace(WIDE, head_dim=128, num_heads=4, num_kv_heads=1)
 LAWS = {
     "off": Controller(law=chain(EmaEntropy(), FallClock())),
-    "quest": Controller(selector=Quest(3), residual=True),
+    "blocks": Controller(selector=TopBlocks(), law=Constant(0.7), residual=True),
     "certified": preset("certified", min_context=20),  # others read all
 }
 SETTINGS = (
@@ -101,7 +102,7 @@ def differing(one, other) -> list[str]:
     ("model", "dtype", "control", "counts", "in_8_bits"),
     [
         (WIDE, jnp.float32, "off", MANY, {}),
-        (LONE, jnp.bfloat16, "quest", (2, 17, 144), {"quantize": "int8", "cache_dtype": jnp.int8}),
+        (LONE, jnp.bfloat16, "blocks", (2, 17, 144), {"quantize": "int8", "cache_dtype": jnp.int8}),
         (SLIDING, jnp.bfloat16, "certified", (2, 144), {}),
     ],
 )

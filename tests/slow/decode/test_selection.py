@@ -18,6 +18,7 @@ from et_jax.control.view import mass
 from et_jax.decode import decoder as decoding
 from et_jax.models.calibration import Calibration
 from et_jax.types import Table
+from scripts.measuring.selectors import keeping
 
 pytestmark = pytest.mark.usefixtures("hardly_optimised")
 
@@ -69,7 +70,7 @@ def test_between_two_refreshes_the_blocks_last_read_are_read_again_and_the_first
 def test_a_kept_selection_is_the_same_alone_and_beside_a_row_that_selects_at_other_tokens():
     heads = MODEL.num_layers, MODEL.num_kv_heads, MODEL.group_size
     sensitivity = Table(np.linspace(0.5, 1.5, math.prod(heads), dtype=np.float32).reshape(heads))
-    controller = preset("adaptive", tolerance=0.5, min_blocks=1, window=4, select_every=3)
+    controller = keeping(preset("adaptive", tolerance=0.5, min_blocks=1, window=4), 3)
     d = decoding.decoder(configuration(controller=controller, calibration=Calibration(sensitivity=sensitivity)))
     params, limit = weights(), 9
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from quick import shell
 
+from et_jax import generate
 from et_jax.cli import command
 from et_jax.cli.streams import open_text
 
@@ -23,6 +24,19 @@ def test_streams_and_arguments_that_hold_no_text_are_refused(line, prompt, words
     code, out, err = shell(line, "-p", prompt)
     assert (code, out) == (command.USAGE, b"")
     assert len(err.splitlines()) == 1 and err.startswith("error: ") and words in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--max-tokens", "abc"), "--max-tokens is 'abc'; give a whole number."),
+        (("--temp", "hot"), "--temperature is 'hot'; give a number."),
+        (("--unknown",), "unrecognized arguments: --unknown; --help lists the flags."),
+    ],
+)
+def test_flags_that_cannot_be_parsed_are_refused_in_one_sentence(capfd, flags, sentence):
+    assert generate.main(["-p", "It was", *flags]) == command.USAGE
+    assert capfd.readouterr() == ("", f"error: {sentence}\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to write to")

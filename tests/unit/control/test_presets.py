@@ -17,7 +17,7 @@ from et_jax.types import replace
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
-PRUNING = ("paper", "guarded", "certified", "adaptive")
+PRUNING = ("paper", "guarded", "certified", "adaptive", "share")
 
 
 @pytest.mark.parametrize("name", PRUNING)
@@ -55,11 +55,11 @@ def test_a_threshold_prunes_only_what_the_entropy_calls_certain(signals, state, 
 @pytest.mark.parametrize(
     ("name", "knobs", "message"),
     [
-        ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, ead, '),
+        ("entropic", {}, 'control is "entropic"; choose one of off, paper, guarded, certified, adaptive, share, ead, '),
         ("off", {"prefill_budget": 64}, 'control "off" has no prefill_budget; choose one of entropyinfer to set it.'),
         ("paper", {"target_entropy": 0.0}, "target_entropy is 0.0; it must be above 0 nats."),
         ("certified", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of attention, from 0 to 1."),
-        ("adaptive", {"select_every": 0}, "select_every is 0; it must be from 1 to 536870912."),
+        ("share", {"tolerance": 1.5}, "tolerance is 1.5; it must be a share of the blocks, from 0 to 1."),
         ("adaptive", {"min_context": 2**30}, "min_context is 1073741824; it must be from 0 (off) to 536870912."),
     ],
 )
@@ -71,8 +71,8 @@ def test_a_knob_that_does_not_fit_is_refused_in_one_sentence(name, knobs, messag
 
 # Numbers changed by name.
 
-GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32, "min_context": 512, "target_entropy": 2.5, "select_every": 4}
-CHANGES = {"tolerance": 0.1, "min_context": 64, "target_entropy": 1.5, "select_every": 8}
+GIVEN = {"tolerance": 0.02, "min_blocks": 5, "window": 32, "min_context": 512, "target_entropy": 2.5}
+CHANGES = {"tolerance": 0.1, "min_context": 64, "target_entropy": 1.5}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -22,6 +22,7 @@ from et_jax.types import replace
 many = settings(max_examples=40, deadline=None)
 PROPORTIONAL = {
     "top_mass": select.TopMass(),
+    "blocks": select.TopBlocks(),
     "certified": select.Certified(),
     "certified by head": select.PerHead(select.Certified(select.box_bounds), AttentionEntropy()),
     "paper influence": select.ActiveSet(alpha=mass),
@@ -83,6 +84,28 @@ def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
     closed = b.held & ~opened
     if closed.any():
         assert score[opened].min() > score[closed].max() - 1e-4
+
+
+@many
+@given(drawn(spread=30.0, tolerance=(0.0, 1.0)))
+def test_top_blocks_opens_the_blocks_of_greatest_share_by_box_and_mean_key(b: Blocks):
+    share, held = box_shares(b).max(0), b.held.sum()
+    opened = np.asarray(compiled["blocks"](b.view))
+    count = int(np.ceil((np.float32(1.0) - np.float32(b.view.tolerance)) * np.float32(held)))
+    assert not np.any(opened & ~b.held)
+    assert opened.sum() >= count
+    if len(np.unique(np.log(share[b.held]).round(4))) == held:
+        assert opened.sum() == max(count, min(held, 1))
+    closed = b.held & ~opened
+    if closed.any():
+        assert np.log(share[opened].min()) > np.log(share[closed].max()) - 1e-4
+
+
+def test_top_blocks_reads_by_the_least_tolerance_of_the_heads():
+    view = blocks(3, tolerance=0.9).view
+    heads = jnp.full_like(view.head_tolerance, 0.9).at[1].set(0.25)
+    opened = select.TopBlocks()(replace(view, head_tolerance=heads))
+    np.testing.assert_array_equal(opened, select.TopBlocks()(blocks(3, tolerance=0.25).view))
 
 
 def nothing(view):

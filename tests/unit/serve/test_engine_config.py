@@ -17,7 +17,7 @@ from et_jax.io.knobs import knobs
 from et_jax.serve.config import EngineConfig, controller
 from et_jax.serve.engine import load
 from et_jax.serve.loading import min_context
-from et_jax.serve.loading.min_context import KEPT, MEASURED, NEVER, named, usual
+from et_jax.serve.loading.min_context import MEASURED, NEVER, named, usual
 from et_jax.serve.requests import GenerationRequest
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -30,7 +30,7 @@ def test_load_takes_every_setting_under_its_name_with_its_default():
 
 
 WRITE_FIRST = "draft is self+lookup; the lookup drafts first, so write lookup+self."
-NO_TOLERANCE = "has no tolerance; choose one of paper, guarded, certified, adaptive to set it."
+NO_TOLERANCE = "has no tolerance; choose one of paper, guarded, certified, adaptive, share to set it."
 NO_PRESET = "window is a knob of presets, and control is a Controller that no preset made"
 
 
@@ -111,7 +111,7 @@ CHOOSING = [name for name, one in PRESETS.items() if "min_context" in knobs(one)
 
 
 def test_every_preset_that_chooses_is_measured_on_a_cpu_and_no_other_is():
-    assert sorted(MEASURED["cpu"]) == sorted(CHOOSING) == ["adaptive", "certified", "guarded", "paper"]
+    assert sorted(MEASURED["cpu"]) == sorted(CHOOSING) == ["adaptive", "certified", "guarded", "paper", "share"]
     assert all(0 < least <= NEVER for least in MEASURED["cpu"].values())
 
 
@@ -122,14 +122,6 @@ def test_a_named_preset_has_what_was_measured_unless_it_is_told(name):
     assert named(name, "cpu", min_context=0) == preset(name)
     assert named(name, "cpu", min_context=7).min_context == 7
     assert jax.tree.structure(named(name, "cpu", min_context=0)) == jax.tree.structure(preset(name))
-
-
-def test_adaptive_selects_on_a_cpu_if_a_selection_is_kept_for_long_enough():
-    every, least = KEPT["cpu"]
-    assert named("adaptive", "cpu", select_every=every).min_context == least < NEVER
-    assert named("adaptive", "cpu", select_every=every - 1).min_context == MEASURED["cpu"]["adaptive"]
-    assert named("adaptive", "cpu", select_every=every, min_context=7).min_context == 7
-    assert named("adaptive", "tpu", select_every=every) == preset("adaptive", select_every=every)
 
 
 def test_blocks_are_always_chosen_where_nothing_was_measured_and_by_a_preset_that_is_given():
