@@ -26,7 +26,7 @@ _AGAIN = "fetch the file again"
 _NUMBERS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", 7: "u1", 10: "u8", 11: "i8", 12: "f8"}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _MOST_AXES = 4
-_ROWS_TOGETHER = 16
+_ROWS_JOINED = 16
 _MOST_ITEMS = 2**23  # of all lists of a file, as Python objects of some 60 bytes; vocabularies have up to 2**18
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 """The dtypes of unquantised tensors."""
@@ -60,10 +60,10 @@ class GgufTensor:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        # the library takes 16 rows at a time: longer ones are 16 rows of the tensor each, as blocks do not span rows
-        rows = math.prod(shape[:-1])
-        long = stored.reshape(rows // math.gcd(rows, _ROWS_TOGETHER), -1)
-        return dequantize(long, GGMLQuantizationType[self.kind]).reshape(shape)
+        # the library takes 16 rows at a time, which is slow for short ones: rows are joined, as blocks do not span them
+        count = math.prod(shape[:-1])
+        joined = stored.reshape(count // math.gcd(count, _ROWS_JOINED), -1)
+        return dequantize(joined, GGMLQuantizationType[self.kind]).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
