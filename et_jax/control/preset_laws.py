@@ -65,7 +65,8 @@ def adaptive(
 
 def share(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
     """Return the laws that read a fixed share of the blocks. The others count as nothing."""
-    made = _by_mean_values(select.TopBlocks(), target_entropy, tolerance, min_blocks, window, min_context)
+    most = select.TopBlocks(min_blocks=min_blocks)
+    made = _by_mean_values(most, target_entropy, tolerance, 0, window, min_context)
     return replace(made, residual=False)
 
 

@@ -169,11 +169,13 @@ LogMass = Callable[[BlockView], Float[Array, "g n"]]
 class TopBlocks(Opens):
     """All but the tolerance of the blocks: those with the greatest estimated share of mass for some query head.
 
-    A fixed budget without a certificate. `log_mass` estimates masses, by default from boxes and mean keys. The least
-    tolerance of the query heads counts. Ties at the last place are all read; tolerance 0 opens everything.
+    A fixed budget without a certificate, of at least `min_blocks`. `log_mass` estimates masses, by default from boxes
+    and mean keys. The least tolerance of the query heads counts. Ties at the last place are all read; tolerance 0 opens
+    everything.
     """
 
     log_mass: LogMass = static(default=box_log_mass)
+    min_blocks: Count = 0
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -184,7 +186,8 @@ class TopBlocks(Opens):
         """Return the blocks of greatest estimated share."""
         blocks = jnp.sum(view.num_tokens > 0, dtype=jnp.int32).astype(jnp.float32)
         count = jnp.ceil((1.0 - jnp.min(view.head_tolerance)) * blocks).astype(jnp.int32)
-        return _most(jnp.max(log_softmax(self.log_mass(view)), axis=0), count, view)
+        score = jnp.max(log_softmax(self.log_mass(view)), axis=0)
+        return _most(score, jnp.maximum(count, self.min_blocks), view)
 
 
 def _most(score: Float[Array, " n"], num_blocks: Count, view: BlockView) -> Bool[Array, " n"]:

@@ -87,11 +87,12 @@ def test_quest_opens_the_highest_possible_scores(b: Blocks, num_blocks: int):
 
 
 @many
-@given(drawn(spread=30.0, tolerance=(0.0, 1.0)))
-def test_top_blocks_opens_the_blocks_of_greatest_share_by_box_and_mean_key(b: Blocks):
+@given(drawn(spread=30.0, tolerance=(0.0, 1.0)), st.sampled_from([0, 3]))
+def test_top_blocks_opens_the_blocks_of_greatest_share_by_box_and_mean_key(b: Blocks, least: int):
     share, held = box_shares(b).max(0), b.held.sum()
-    opened = np.asarray(compiled["blocks"](b.view))
+    opened = np.asarray(opened_by(select.TopBlocks(min_blocks=least), b.view))
     count = int(np.ceil((np.float32(1.0) - np.float32(b.view.tolerance)) * np.float32(held)))
+    count = max(count, min(least, held))
     assert not np.any(opened & ~b.held)
     assert opened.sum() >= count
     if len(np.unique(np.log(share[b.held]).round(4))) == held:
