@@ -99,7 +99,7 @@ NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
 
 def test_presets_choose_from_the_length_after_which_they_are_never_slower():
     random = json.loads((ROOT / "benchmarks/results/steps.json").read_text(encoding="utf-8"))
-    names = ("presets_epyc.json", "presets.json", "presets_bursts.json")
+    names = ("presets_epyc.json", "presets.json", "presets_bursts.json", "presets_share.json")
     files = (ROOT / "benchmarks/results" / name for name in names)
     real = [run for file in files for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
     assert {random["machine"]["device"], *(run["machine"]["device"] for run in real)} == {"cpu"}
