@@ -14,7 +14,6 @@ from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.selector import Selector
 from et_jax.control.smoothing import EmaEntropy
 from et_jax.control.switch import AsPrinted, Hysteresis
-from et_jax.types import replace
 
 _LOW, _HIGH = 0.1, 2.0  # the thermostat's range
 _GAIN = 0.05  # stable for every distribution over 128k tokens: see temperature.Thermostat
@@ -53,21 +52,20 @@ def certified(
 ) -> Controller:
     """Return the laws that read all but a proved share of each head's attention mass."""
     proved = select.PerHead(select.Certified(select.coded_bounds), AttentionEntropy())
-    return _by_mean_values(proved, target_entropy, tolerance, min_blocks, window, min_context)
+    return _at_constant(proved, target_entropy, tolerance, min_blocks, window, min_context, residual=True)
 
 
 def adaptive(
     target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int
 ) -> Controller:
     """Return the laws that read the blocks of greatest expected error."""
-    return _by_mean_values(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context)
+    return _at_constant(ExpectedError(), target_entropy, tolerance, min_blocks, window, min_context, residual=True)
 
 
 def share(target_entropy: float | None, tolerance: float, min_blocks: int, window: int, min_context: int) -> Controller:
     """Return the laws that read a fixed share of the blocks. The others count as nothing."""
-    most = select.TopBlocks(min_blocks=min_blocks)
-    made = _by_mean_values(most, target_entropy, tolerance, 0, window, min_context)
-    return replace(made, residual=False)
+    selector = select.TopBlocks(min_blocks=min_blocks)
+    return _at_constant(selector, target_entropy, tolerance, 0, window, min_context, residual=False)
 
 
 def ead(tau: float) -> Controller:
@@ -114,20 +112,23 @@ LAWS: Mapping[str, Callable[..., Controller]] = {
 """The function that builds each preset's controller, from its knobs by name."""
 
 
-def _by_mean_values(
+def _at_constant(
     selector: Selector,
     target_entropy: float | None,
     tolerance: float,
     min_blocks: int,
     window: int,
     min_context: int,
+    *,
+    residual: bool,
 ) -> Controller:
+    """Return the laws of a selector at a constant tolerance; with `residual` unread blocks count as their mean."""
     return Controller(
         law=_chained(*_cooling(target_entropy), tolerances.Constant(tolerance)),
         selector=select.Guarded(selector, window=window, min_blocks=min_blocks),
         priority=_aged(),
         min_context=min_context,
-        residual=True,
+        residual=residual,
     )
 
 

@@ -35,6 +35,10 @@ def _from_zero(help: str, unit: str) -> Knob:
     return Knob(help=help, unit=unit, kind=float, least=0.0, wanted="0 or above")
 
 
+def _share(help: str, of: str) -> Knob:
+    return Knob(help=help, unit="share", kind=float, least=0.0, most=1.0, wanted=f"a share of {of}, from 0 to 1")
+
+
 _WINDOW = _count("recent tokens always read", "tokens")
 
 
@@ -135,14 +139,7 @@ class Certified(Pruning):
     name = "certified"
     tolerance: float | int = knob(
         0.05,
-        Knob(
-            help="the share of its attention mass that a head may leave unread",
-            unit="share",
-            kind=float,
-            least=0.0,
-            most=1.0,
-            wanted="a share of attention, from 0 to 1",
-        ),
+        _share("the share of its attention mass that a head may leave unread", "attention"),
     )
 
 
@@ -171,14 +168,7 @@ class Share(Pruning):
     name = "share"
     tolerance: float | int = knob(
         0.75,
-        Knob(
-            help="the share of the blocks that is left unread",
-            unit="share",
-            kind=float,
-            least=0.0,
-            most=1.0,
-            wanted="a share of the blocks, from 0 to 1",
-        ),
+        _share("the share of the blocks that is left unread", "the blocks"),
     )
 
 

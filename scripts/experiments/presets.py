@@ -6,6 +6,7 @@ Each selects at every length. A prompt is read once for each arm; every round co
 Counted is the time of a burst of steps, divided by the tokens of all sequences in it.
 """
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.selectors import keeping, quest, reading
 from scripts.measuring.states import prefilled
 from scripts.measuring.text import texts
-from scripts.measuring.timing import Round, seconds
+from scripts.measuring.timing import Round
 
 LONGEST_TOKEN = 16  # characters of a token, which few have
 PRESETS: dict[str, dict[str, Any]] = {name: {} for name in ("off", "paper", "guarded", "certified", "adaptive")}
@@ -70,15 +71,9 @@ def decoding(model: Model, name: str, prompts: list[list[int]], tokens: int) -> 
     def timed() -> dict[str, float]:
         taken, read, scored, blocks, left = 0.0, 0.0, 0.0, 0.0, tokens
         while left:
-            found: list[Any] = []
-
-            def burst(left: int = left, found: list[Any] = found) -> Any:
-                held[0], output, ran = bound.decode(model.weights, held[0], left)
-                found[:] = output, ran
-                return held[0], found
-
-            taken += seconds(burst)
-            output, ran = jax.device_get(found)
+            began = time.perf_counter()
+            held[0], output, ran = jax.block_until_ready(bound.decode(model.weights, held[0], left))
+            taken += time.perf_counter() - began
             signals = jax.tree.map(lambda x, ran=ran: x[:ran], output.signals)
             read += float(jnp.sum(signals.blocks_read))
             scored += float(jnp.sum(signals.summaries_read))

@@ -193,10 +193,7 @@ CAPABILITIES: dict[str, Callable[[], Capability]] = {
     ),
     "module, adaptive, kept": lambda: _pruning(
         load=of_module,
-        settings={
-            "control": keeping(pruned("adaptive", tolerance=0.3, min_context=24), 3),
-            "calibration": "none",
-        },
+        settings={"control": keeping(pruned("adaptive", tolerance=0.3, min_context=24), 3), "calibration": "none"},
     ),
     "own, budget": lambda: Capability(
         settings={"control": replace(own_controller(), budget=preset("entropyinfer", prefill_budget=16).budget)},
