@@ -59,9 +59,9 @@ class DecoderConfig:
     read. A budget's segments are chunks. `compression` configures `compress`; None never compresses.
     With `trace_reads` outputs report the blocks that every layer and KV head read. Keys and values are stored in
     `cache_dtype`, possibly one of 8 bits with a scale for each; `dtype` is that of the weights and of queries, None if
-    it is the same. Matrices have the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. Equal
-    layers may be `stacked`, in weights and caches (`models.stacks`). `mesh` has the chips over which the
-    model is split (`models.sharding`), None for one chip. Beside the weights of the model there are `num_adapters`.
+    it is the same. Matrices have the form that `quantize` names (`models.weights.QUANTIZED`), None in `dtype`. `mesh`
+    has the chips over which the model is split (`models.sharding`), None for one chip. Beside the weights of the model
+    there are `num_adapters`.
     """
 
     model: ModelShape
@@ -89,7 +89,6 @@ class DecoderConfig:
     audit: bool = False
     compression: Compression | None = None
     trace_reads: bool = False
-    stacked: bool = False
     mesh: Mesh | AbstractMesh | None = None
     num_adapters: int = 0
 
@@ -165,8 +164,8 @@ class DecoderConfig:
         return self.model, *self.others
 
     def compiler_options(self, platform: str) -> dict[str, bool | int] | None:
-        """Return the compiler options of programs on a platform if layers of these models are stacked, else None."""
-        found = (stack for model in self.models for stack in stacks_of(model, self.stacked))
+        """Return the compiler options of programs on a platform if its programs loop over layers, else None."""
+        found = (stack for model in self.models for stack in stacks_of(model))
         return compiler_options(platform) if any(stack.depth > 1 for stack in found) else None
 
     @property

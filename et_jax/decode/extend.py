@@ -26,8 +26,8 @@ from et_jax.decode.plant import Plant, PlantState
 from et_jax.decode.rows import at_slots
 from et_jax.decode.work import Work
 from et_jax.models.experts import Experts
-from et_jax.models.model import ModelWeights, arrangement, forward
-from et_jax.models.stacks import Layer, Threaded, by_layer, depths_of, located, parts
+from et_jax.models.model import ModelWeights, forward
+from et_jax.models.stacks import Layer, OfTurn, Threaded, by_layer, located, parts, stacks_of
 from et_jax.models.transformer import Angles
 from et_jax.models.weights import with_adapters
 from et_jax.pallas.add_norm import add_norm
@@ -101,10 +101,7 @@ def extend(
     never computed.
     """
     watch = None if state.queries is None else queries.of_chunk(chunk, state.queries.shape[2])
-    stacks = arrangement(weights, plant.model)
-    if depths_of(stacks) != tuple(place.depth for place in state.cache.layers):
-        raise ValueError("weights: got layers in other stacks than those of the cache, wanted the same stacks")
-
+    stacks = stacks_of(plant.model)
     run = attend if plant.mesh is None else partial(sharded.by_heads, attend)
     num_rows, chunk = len(chunk.token), replace(chunk, seen=chunk.lengths)  # the same for all layers
     fewer_launches = plant.mesh is None and chunk.token.shape[1] == 1 and platform() == "gpu"
@@ -144,9 +141,9 @@ def extend(
         carried = with_place(cache, layer.place, place), took
         return multiplied(out), Threaded(carried=carried, outputs=(*memory.outputs, output))
 
-    def mixing(layer: int | Layer, experts: Experts, x: Array, memory: Threaded) -> tuple[Array, Threaded]:
+    def mixing(layer: int | Layer, experts: OfTurn[Experts], x: Array, memory: Threaded) -> tuple[Array, Threaded]:
         cache, took = memory.carried
-        out, took = mix(plant, experts, x[:num_rows], chunk, rules, took)
+        out, took = experts.call(partial(mix, plant), x[:num_rows], chunk, rules, took)
         return multiplied(out), replace(memory, carried=(cache, took))
 
     if state.adapter is not None:

@@ -18,7 +18,7 @@ from et_jax.decode.plant import PlantState
 from et_jax.decode.sampling.settings import Sampling, TokenCounts, plain
 from et_jax.decode.sampling.steering import UNLIMITED, Steering, none
 from et_jax.models.config import ModelShape
-from et_jax.models.stacks import depths_of, stacks_of
+from et_jax.models.stacks import layers_by_place
 from et_jax.types import pytree, replace
 
 
@@ -152,7 +152,7 @@ def _plant(config: DecoderConfig, model: ModelShape, keeps: frozenset[str]) -> P
         summaries="summaries" in keeps,
         key_codes="codes" in keeps,
         surprisals="surprisals" in keeps,
-        depths=depths_of(stacks_of(model, config.stacked)),
+        depths=tuple(map(len, layers_by_place(model))),
         chips=1 if config.mesh is None else config.mesh.size,
     )
     return PlantState(cache=cache, num_cached=jnp.zeros(config.num_slots, jnp.int32))

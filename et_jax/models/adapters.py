@@ -30,7 +30,7 @@ from et_jax.models.families.registry import family_of
 from et_jax.models.fingerprint import ADAPTER
 from et_jax.models.params import Params, is_stacked
 from et_jax.models.sources import Piece, Sources
-from et_jax.models.stacks import stacks_of
+from et_jax.models.stacks import layers_by_place
 from et_jax.models.stored import Stored, headers_of, read_full
 from et_jax.models.weights import Adapted, is_weight
 
@@ -149,13 +149,11 @@ def beside(params: Params, model: ModelConfig, adapters: Mapping[str, Adapter]) 
 
     Raises UsageError for an adapter that changes other tensors than matrices of attention, feed-forward or head.
     """
-    stacks = stacks_of(model, is_stacked(params, model))
+    stacked = is_stacked(params, model)
+    alike = layers_by_place(model) if stacked else [range(n, n + 1) for n in range(model.num_layers)]
     places = {"head": ["head"]}  # the leaves of each weight of the tree
-    for stack, offset in ((one, offset) for one in stacks for offset in range(one.period)):
-        numbers = range(stack.first + offset, stack.first + stack.num_layers, stack.period)
-        places |= {
-            f"layers.{stack.place + offset}.{name}": [f"layers.{n}.{name}" for n in numbers] for name in _MATRICES
-        }
+    for place, numbers in enumerate(alike):
+        places |= {f"layers.{place}.{name}": [f"layers.{n}.{name}" for n in numbers] for name in _MATRICES}
     taken = {leaf for leaves in places.values() for leaf in leaves}
     for name, adapter in adapters.items():
         tensors = {piece.tensor for leaf in taken & adapter.sources.keys() for piece in adapter.sources[leaf].pieces}

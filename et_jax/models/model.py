@@ -14,7 +14,6 @@ from et_jax.models import module, params, transformer
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.module import ModuleModel, ModuleWeights
 from et_jax.models.params import Params
-from et_jax.models.stacks import Stack, stacks_of
 from et_jax.models.transformer import AddNorm, Attend, AttendProducts, Mix
 from et_jax.models.weights import looked_up, nodes, num_bytes
 from et_jax.types import replace
@@ -48,11 +47,6 @@ def forward(
         return module.forward(weights, model, tokens, positions, attend, memory)
     assert isinstance(model, ModelConfig) and isinstance(weights, Params)
     return transformer.forward(weights, model, tokens, positions, attend, memory, mix, alike, add_norm, attend_products)
-
-
-def arrangement(weights: ModelWeights, model: ModelShape) -> tuple[Stack, ...]:
-    """Return the stacks that a model's weights lie in."""
-    return stacks_of(model, isinstance(weights, Params) and params.is_stacked(weights, model))
 
 
 def num_weights(model: ModelShape) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.experts import Experts, SharedExpert
-from et_jax.models.stacks import stacks_of
+from et_jax.models.stacks import layers_by_place
 from et_jax.models.weights import Dense, Int8, Matrix, Weight, is_weight, num_bytes, num_numbers
 from et_jax.types import pytree
 
@@ -197,10 +197,9 @@ def abstract(config: ModelConfig, dtype: DTypeLike, quantize: str | None = None,
 def in_stacks(params: Params, config: ModelConfig, joined: Callable[..., Any]) -> Params:
     """Return a tree of weights with equal layers stacked: `joined` combines their leaves, in order."""
     layers = []
-    for stack in stacks_of(config, stacked=True):
-        for offset in range(stack.period):
-            of_place = params.layers[stack.first : stack.first + stack.num_layers][offset :: stack.period]
-            layers.append(of_place[0] if stack.depth == 1 else jax.tree.map(joined, *of_place))
+    for numbers in layers_by_place(config):
+        first, *others = [params.layers[number] for number in numbers]
+        layers.append(jax.tree.map(joined, first, *others) if others else first)
     return _unchecked(Params, **vars(params) | {"layers": tuple(layers)})
 
 

@@ -1,7 +1,7 @@
-"""Layer stacking: equal layers of a model are stored in one array and run by a scan.
+"""Layer stacking: equal layers of a model share one array of the cache and are run by a scan.
 
 Layers of one kind differ only in their numbers, so a program may contain the kind once and loop over the layers: the
-cost of tracing, lowering and compiling does not grow with their number. A repeating pattern of kinds, such as a window,
+cost of tracing, lowering and compiling hardly grows with their number. A repeating pattern of kinds, such as a window,
 a window and none, is looped over by its period.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,11 @@ Carried = TypeVar("Carried")
 
 
 def stacked_on(platform: str) -> bool:
-    """Return whether equal layers are stacked on a platform, as JAX names it.
+    """Return whether the weights of equal layers are stacked on a platform, as JAX names it.
 
     A TPU's compiler reads a layer's weights in place in the stack, and so does a GPU's with `compiler_options`. XLA
-    on a CPU copies them first, so that products take 1.3 to 1.6 times as long: there no layers are stacked.
+    on a CPU copies them first, so that products take 1.3 to 1.6 times as long: there each layer has its own arrays,
+    and a conditional selects them (`OfTurn`).
     """
     return platform != "cpu"
 
@@ -46,8 +47,8 @@ def compiler_options(platform: str) -> dict[str, bool | int] | None:
 class Stack:
     """`depth` repetitions (turns) of a pattern of `period` layers, from layer `first` on.
 
-    Each layer of the pattern has a place, the first of them `place`: in a model's weights and its cache, the arrays of
-    all turns at a place are stacked. A stack of one turn has unstacked layers.
+    Each layer of the pattern has a place, the first of them `place`: in a model's cache, and in its weights if they are
+    stacked, the arrays of all turns at a place are one. A stack of one turn has unstacked layers.
     """
 
     first: int
@@ -60,13 +61,15 @@ class Stack:
         """The number of layers in all turns."""
         return self.period * self.depth
 
-    def layer(self, like: int, offset: int, turn: int | Int[Array, ""]) -> "Layer":
-        """Return the layer at an offset of the pattern in a turn, with the kind of layer in turn `like`."""
+    def layer(self, turns: range, offset: int, turn: int | Int[Array, ""]) -> "Layer":
+        """Return the layer at an offset of the pattern in a turn, which is one of `turns` that are alike."""
+        begin = self.first + offset
         return Layer(
-            like=self.first + like * self.period + offset,
-            number=self.first + turn * self.period + offset,
+            among=range(begin + turns.start * self.period, begin + turns.stop * self.period, self.period),
+            number=begin + turn * self.period,
             place=self.place + offset,
             turn=None if self.depth == 1 else turn,
+            index=None if len(turns) == 1 else turn - turns.start,
         )
 
     def runs(self, alike: Sequence[Hashable] | None) -> list[range]:
@@ -85,17 +88,45 @@ class Stack:
 class Layer:
     """A layer as a program runs it: at a `turn` of its `place`, None if no other layer has the same place.
 
-    In a scan over several layers, `number` and `turn` are arrays, and `like` is the number of the first layer.
+    In a scan over several layers, `number` and `turn` are arrays, and it is the layer at `index` of those of `among`.
     """
 
-    like: int
+    among: range
     number: int | Int[Array, ""]
     place: int
     turn: int | Int[Array, ""] | None
+    index: Int[Array, ""] | None
+
+    @property
+    def like(self) -> int:
+        """The number of the first layer that the program runs here."""
+        return self.among[0]
+
+    def among_all(self, layers: Sequence[T]) -> "OfTurn[T]":
+        """Return the value of this layer, given those of all layers of the model."""
+        return OfTurn(each=tuple(layers[number] for number in self.among), index=self.index)
 
     def of(self, tree: T, axis: int) -> T:
         """Return the entry of this layer in arrays with an entry for every layer along an axis."""
         return jax.tree.map(partial(entry, number=self.number, axis=axis), tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfTurn(Generic[T]):
+    """A value of one layer: of `each` that a scan runs through, the one at `index`, which a conditional selects."""
+
+    each: tuple[T, ...]
+    index: Int[Array, ""] | None = None
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function` of the value and of more arguments, without a copy of the value."""
+        if self.index is None:
+            return function(self.each[0], *args)
+        return jax.lax.switch(self.index, [partial(function, one) for one in self.each], *args)
+
+    def part(self, read: Callable[[T], Any]) -> "OfTurn[Any]":
+        """Return a part of the value."""
+        return OfTurn(each=tuple(map(read, self.each)), index=self.index)
 
 
 def entry(x: Array | np.ndarray, number: int | Int[Array, ""], axis: int = 0) -> Array | np.ndarray:
@@ -105,9 +136,9 @@ def entry(x: Array | np.ndarray, number: int | Int[Array, ""], axis: int = 0) ->
     return jax.lax.dynamic_index_in_dim(jnp.asarray(x), number, axis, keepdims=False)
 
 
-def stacks_of(model: ModelShape, stacked: bool) -> tuple[Stack, ...]:
-    """Return the stacks of a model's layers, one per layer unless they are `stacked`."""
-    kinds = model.kinds if stacked else tuple(range(model.num_layers))
+def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+    """Return the stacks of a model's layers."""
+    kinds = model.kinds
     found: list[Stack] = []
     first = place = 0
     while first < len(kinds):
@@ -129,16 +160,17 @@ def _repeated(kinds: Sequence[Hashable]) -> tuple[int, int]:
     return best
 
 
-def depths_of(stacks: Sequence[Stack]) -> tuple[int, ...]:
-    """Return the number of layers at each place."""
-    return tuple(stack.depth for stack in stacks for _ in range(stack.period))
+def layers_by_place(model: ModelShape) -> tuple[range, ...]:
+    """Return the numbers of the layers at each place."""
+    ends = ((stack, stack.first + stack.num_layers) for stack in stacks_of(model))
+    return tuple(range(stack.first + n, end, stack.period) for stack, end in ends for n in range(stack.period))
 
 
 def located(stacks: Sequence[Stack], number: int) -> Layer:
     """Return the layer of this number, outside a scan."""
     stack = next(stack for stack in stacks if number < stack.first + stack.num_layers)
     turn, offset = divmod(number - stack.first, stack.period)
-    return stack.layer(turn, offset, turn)
+    return stack.layer(range(turn, turn + 1), offset, turn)
 
 
 @pytree
@@ -171,7 +203,7 @@ def through(
     outputs: list[Any] = []
     for stack in stacks:
         for turns in stack.runs(alike):
-            one = partial(_turn, stack, turns[0], run)
+            one = partial(_turn, stack, turns, run)
             if len(turns) == 1:
                 (_, carried), of_period = one((turns[0], carried))
                 outputs += of_period
@@ -184,7 +216,7 @@ def through(
 
 def _turn(
     stack: Stack,
-    like: int,
+    turns: range,
     run: Callable[[Layer, Carried], tuple[Carried, Any]],
     begun: tuple[int | Int[Array, ""], Carried],
     _: None = None,
@@ -193,7 +225,7 @@ def _turn(
     turn, carried = begun
     outputs = []
     for offset in range(stack.period):
-        carried, output = run(stack.layer(like, offset, turn), carried)
+        carried, output = run(stack.layer(turns, offset, turn), carried)
         outputs.append(output)
     return (turn + 1, carried), tuple(outputs)
 

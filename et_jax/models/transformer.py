@@ -13,7 +13,7 @@ from et_jax.models.config import ExpertConfig, ModelConfig
 from et_jax.models.experts import Experts, choose, gate, mixed
 from et_jax.models.layers import feed_forward, gated, linear, rms_norm, rope_angles, rotate
 from et_jax.models.params import LayerParams, Params, WeightSpec, describe, is_stacked
-from et_jax.models.stacks import Layer, Threaded, entry, stacks_of, through
+from et_jax.models.stacks import Layer, OfTurn, Threaded, entry, stacks_of, through
 from et_jax.softmax import Softmax
 from et_jax.types import replace
 
@@ -68,7 +68,7 @@ class Mix(Protocol):
     """
 
     def __call__(
-        self, layer: Any, experts: Experts, x: Float[Array, "b t w"], memory: Any
+        self, layer: Any, experts: OfTurn[Experts], x: Float[Array, "b t w"], memory: Any
     ) -> tuple[Float[Array, "b t w"], Any]: ...
 
 
@@ -120,26 +120,24 @@ def forward(
     Experts are mixed as trained unless `mix` is given. `alike` has a value per layer; layers with equal values may
     share one program of `attend` and `mix`, which then receive a `stacks.Layer` and a `stacks.Threaded` memory, and
     append one entry per layer to its `outputs`. Such layers of one stack run in a scan. None: none share a program.
-    `add_norm`, if given, applies to plain layers in stacks: a layer's last addition to the residual stream is
-    carried separately, and added by the next layer. `attend_products`, if given, replaces `attend` for those of them
+    `add_norm`, if given, applies to plain layers with stacked weights: a layer's last addition to the residual stream
+    is carried separately, and added by the next layer. `attend_products`, if given, replaces `attend` for those of them
     that have no biases and no norms of queries and keys.
 
     Under jit, logits the caller ignores are never computed.
     """
-    stacks = stacks_of(config, is_stacked(params, config))
+    stacks, stacked = stacks_of(config), is_stacked(params, config)
     angles, x = angles_of_layers(config, positions), embed(params, config, tokens)
 
     def run(layer: Layer, carried: tuple[Any, Any]) -> tuple[tuple[Any, Any], Any]:
-        (x, before), weights = carried, params.layers[layer.place]
+        x, before = carried
         if beside is not None:
             with jax.named_scope(f"layer_{layer.like}"):
-                threaded = Threaded(carried=before)
-                how = attend, attend_products
-                x, threaded = _plain_block(weights, config, layer, x, angles[layer.like], how, threaded, beside)
+                threaded, how, own = Threaded(carried=before), (attend, attend_products), params.layers[layer.place]
+                x, threaded = _plain_block(own, config, layer, x, angles[layer.like], how, threaded, beside)
             [output] = threaded.outputs
             return (x, threaded.carried), output
-        if layer.turn is not None:
-            weights = of_turn(weights, layer.turn)
+        weights = _of_stack(params, layer) if stacked else layer.among_all(params.layers)
         with jax.named_scope(f"layer_{layer.like}"):
             if alike is None:
                 return block(weights, config, layer.like, x, angles[layer.like], attend, before, mix), None
@@ -150,7 +148,7 @@ def forward(
 
     before: Any = memory
     beside = None
-    if add_norm is not None and alike is not None and all(stack.depth > 1 for stack in stacks):
+    if add_norm is not None and alike is not None and stacked and all(stack.depth > 1 for stack in stacks):
         beside = add_norm if all(_is_plain(layer, config) for layer in params.layers) else None
     begun: Any = x if beside is None else (x, jnp.zeros(x.shape, jnp.float32))
     (x, carried), outputs = through(stacks, alike, run, (begun, before if alike is None else before.carried))
@@ -159,6 +157,12 @@ def forward(
         x = x + more.astype(x.dtype)
     after = carried if alike is None else Threaded(carried=carried, outputs=outputs)
     return logits(params, config, x), cast(Memory, after)
+
+
+def _of_stack(params: Params, layer: Layer) -> OfTurn[LayerParams]:
+    """Return the weights of a layer, cut out of those of its place."""
+    weights = params.layers[layer.place]
+    return OfTurn(each=(weights if layer.turn is None else of_turn(weights, layer.turn),))
 
 
 def of_turn(layers: LayerParams, turn: int | Int[Array, ""]) -> LayerParams:
@@ -185,7 +189,7 @@ def embed(params: Params, config: ModelConfig, tokens: Int[Array, "b t"]) -> Flo
 
 
 def block(
-    layer: LayerParams,
+    weights: OfTurn[LayerParams],
     config: ModelConfig,
     index: int | Layer,
     x: Float[Array, "b t w"],
@@ -196,16 +200,19 @@ def block(
 ) -> tuple[Float[Array, "b t w"], Memory]:
     """Return the residual stream after layer `index`, and the memory that its attention returned."""
     like = index.like if isinstance(index, Layer) else index
-    q, k, v = _before_attention(layer, config, x, angles)
+    q, k, v = weights.call(lambda one, *given: _before_attention(one, config, *given), x, angles)
+    sinks = weights.call(lambda one: one.sinks) if config.sinks else None
     with jax.named_scope("attend"):
-        out, memory = attend(index, q, k, v, memory, replace(config.softmax(like), sink_logits=layer.sinks))
-    if layer.experts is None or config.experts is None:
-        return _after_attention(layer, config, x, out), memory
-    x, y = _before_experts(layer, config, x, out)
+        out, memory = attend(index, q, k, v, memory, replace(config.softmax(like), sink_logits=sinks))
+    mixes = config.experts
+    if mixes is None or not mixes.layers[like]:
+        return weights.call(lambda one, *given: _after_attention(one, config, *given), x, out), memory
+    x, y = weights.call(lambda one, *given: _before_experts(one, config, *given), x, out)
+    experts = weights.part(lambda one: one.experts)
     with jax.named_scope("mix"):
         if mix is None:
-            return x + mix_as_trained(config.experts, layer.experts, y), memory
-        y, memory = mix(index, layer.experts, y, memory)
+            return x + experts.call(partial(mix_as_trained, mixes), y), memory
+        y, memory = mix(index, experts, y, memory)
     return x + y, memory
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from et_jax.models.config import ModelConfig
 from et_jax.models.layers import rms_norm
 from et_jax.models.params import LayerParams, Params
+from et_jax.models.stacks import OfTurn
 from et_jax.models.transformer import angles_of_layers, block, embed
 from et_jax.softmax import Softmax
 from et_jax.types import replace
@@ -111,7 +112,7 @@ def hidden_states(
     angles = angles_of_layers(config, jnp.broadcast_to(jnp.arange(t), (b, t)))
 
     def layer_step(first: int, x: Array, layer: LayerParams) -> tuple[Array, None]:
-        return block(layer, config, first, x, angles[first], causal_attend, segments)[0], None
+        return block(OfTurn(each=(layer,)), config, first, x, angles[first], causal_attend, segments)[0], None
 
     x = embed(cast, config, inputs)
     for run, layers in zip(runs(config), cast.layers, strict=True):

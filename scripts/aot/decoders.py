@@ -59,9 +59,10 @@ def decoder_programs() -> list[Program]:
 def decoder_program(decoding: Decoding, chip: Chip, function: str, backend: str) -> Lowering:
     """Return one function of a decoder, on shapes that lie on the chip."""
     device, config = device_of(chip), decoder_config(decoding, chip, backend)
-    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=config.stacked) for one in config.models)
+    stacked = stacked_on(chip.topology["platform"])
+    weights = tuple(abstract(one, jnp.bfloat16, decoding.quantize, stacked=stacked) for one in config.models)
     lowering = function_program(function, config, weights_on(weights, device), device)
-    loops = any(stack.depth > 1 for stack in stacks_of(config.model, config.stacked))
+    loops = any(stack.depth > 1 for stack in stacks_of(config.model))
     counts = {}
     if function == "decode" and loops and chip.name == HOPPER:
         kernels, per_step = KERNELS.get(decoding.name, (0, 0))
@@ -106,7 +107,6 @@ def decoder_config(decoding: Decoding, chip: Chip, backend: str, mesh: Mesh | No
         others=tuple(others),
         compression=None if budget is None else named("latent", budget, every=budget // 4),
         calibration=Calibration(sensitivity=Table(_drawn(model.num_layers, model.num_kv_heads, model.group_size))),
-        stacked=stacked_on(chip.topology["platform"]),
         mesh=mesh,
     )
 

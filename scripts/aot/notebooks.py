@@ -121,7 +121,7 @@ def configured(run: Run, backend: str) -> tuple[Any, Any]:
         weights = abstract(model, dtype, stacked=stacked_on("tpu"))
     sizes = {"page_size": PAGE_SIZE, "prefill_batch": min(PREFILL_BATCH, run.settings.get("max_model_len", 512))}
     settings = EngineConfig(**run.settings | sizes | {"backend": backend})
-    return replace(decoder_config(settings, model, dtype), stacked=stacked_on("tpu")), (weights,)
+    return decoder_config(settings, model, dtype), (weights,)
 
 
 def own_module() -> tuple[Any, Any]:

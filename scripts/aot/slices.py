@@ -81,7 +81,7 @@ def slice_program(decoding: Decoding, chip: Chip, memory: float, function: str) 
 
     state = jax.eval_shape(partial(empty, config))
     assert isinstance(config.model, ModelConfig)
-    weights = abstract(config.model, jnp.bfloat16, decoding.quantize, stacked=config.stacked)
+    weights = abstract(config.model, jnp.bfloat16, decoding.quantize, stacked=stacked_on("tpu"))
     weights = jax.tree.map(put, weights, shardings(mesh, weight_specs(weights, config.model)))
     state = jax.tree.map(put, state, shardings(mesh, split(state)))
     bound, arguments = decoder(config), arguments_of(function, config, (weights,), state, put)

@@ -82,7 +82,6 @@ def configuration(case: Case, settings: Settings) -> DecoderConfig:
         cache_dtype="bfloat16",
         backend=pick(jax.default_backend()),
         calibration=even_heads(model),
-        stacked=stacked_on(jax.default_backend()),
         controller=controller(case.control),
         draft=Drafting(most=drafted, length=FixedLength(), drafter=Pruned()) if drafted else None,
     )
@@ -96,7 +95,7 @@ def measured(cases: Sequence[Case], settings: Settings) -> Iterator[dict[str, An
     configs = [configuration(case, settings) for case in cases]
     model = configs[0].model
     weights = initialise(model, jax.random.key(settings.seed), jnp.bfloat16)
-    if configs[0].stacked:
+    if stacked_on(jax.default_backend()):
         weights = in_stacks(weights, model, lambda *each: jnp.stack(each)) or weights
     jax.block_until_ready(weights)
     gc.collect()

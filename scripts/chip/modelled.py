@@ -42,7 +42,7 @@ def modelled(case: Case, share: float | None = None) -> dict[str, Any] | None:
     if case.engine != "decode" or case.control not in PROGRAMS:
         return None
     config = configuration(case, Settings())
-    weights = abstract(config.model, jnp.bfloat16, stacked=config.stacked)
+    weights = abstract(config.model, jnp.bfloat16)
     state = jax.eval_shape(partial(empty, config))
     [model] = costs(config.plants, (weights,), state.plants, config.by_mass_of)
     blocks = case.rows * model.heads * -(-case.tokens // config.page_size)

@@ -28,8 +28,7 @@ from et_jax.decode.cache import kv
 from et_jax.decode.chunk import Chunk
 from et_jax.decode.extend import extend
 from et_jax.decode.plant import Plant, PlantState
-from et_jax.models.model import arrangement
-from et_jax.models.stacks import depths_of
+from et_jax.models.stacks import layers_by_place
 from et_jax.serve.engine import Model
 from et_jax.types import Number, pytree, replace, static, value
 
@@ -160,7 +159,7 @@ def logits_of(
     (r, u), c = tokens.shape, plant.model
     blocks = u // plant.page_size
     sizes = c.num_layers, c.num_kv_heads, c.head_dim, r * blocks + 1, plant.page_size, params.embedding.dtype
-    cache = kv.empty(*sizes, depths=depths_of(arrangement(params, c)))
+    cache = kv.empty(*sizes, depths=tuple(map(len, layers_by_place(c))))
     table = 1 + jnp.arange(r * blocks, dtype=jnp.int32).reshape(r, blocks)
     fresh = begun(budget, c.num_layers, c.num_kv_heads, probed=False)
     records = jax.tree.map(lambda x: jnp.broadcast_to(x, (r, *x.shape)), fresh)

@@ -79,7 +79,7 @@ def _gathered(
     It reads only the blocks of the sequence. A repeatedly compressed sequence has few, however
     long it is: long reads occur only at the first compression.
     """
-    own, stacks = state.plants[MODEL], stacks_of(config.model, config.stacked)
+    own, stacks = state.plants[MODEL], stacks_of(config.model)
 
     def among(num_blocks: int, carry: tuple, given: tuple) -> tuple:
         def run(layer: Layer, cache: kv.KVCache) -> tuple[kv.KVCache, Int[Array, " k"]]:

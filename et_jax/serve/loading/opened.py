@@ -211,7 +211,7 @@ def _others(
 
 
 def _stacked() -> bool:
-    """Return whether layers are stacked on this platform, as in `decoder_config`."""
+    """Return whether the weights of equal layers are stacked on this platform."""
     return stacks.stacked_on(jax.default_backend())
 
 

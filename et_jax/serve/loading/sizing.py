@@ -18,7 +18,7 @@ from et_jax.decode.config import DecoderConfig, Keep
 from et_jax.decode.drafting.drafts import ReadSizes
 from et_jax.errors import UsageError
 from et_jax.io.schema import MAX_EOS_IDS
-from et_jax.models import sharding, stacks
+from et_jax.models import sharding
 from et_jax.models.calibration import Calibration
 from et_jax.models.config import ModelConfig, ModelShape
 from et_jax.models.model import num_weights, weight_bytes
@@ -89,7 +89,6 @@ def decoder_config(
         calibration=(calibration or Calibration()).of(model),
         compression=_compression(settings, model, page_size),
         trace_reads=settings.trace_reads,
-        stacked=stacks.stacked_on(platform),
         num_adapters=len(settings.adapters or ()),
     )
     return beside(settings, plain, settings.laws, others, for_one_call=False)

@@ -41,8 +41,9 @@ def own_experts(tokens: list[int]) -> np.ndarray:
     found = []
 
     def noting(layer, experts, x, memory):
-        found.append(choose(EXPERTS, gate(experts, x[0])).expert)
-        return mix_as_trained(EXPERTS, experts, x), memory
+        [own] = experts.each
+        found.append(choose(EXPERTS, gate(own, x[0])).expert)
+        return mix_as_trained(EXPERTS, own, x), memory
 
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(len(tokens))[None]
