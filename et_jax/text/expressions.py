@@ -19,6 +19,7 @@ WELL_KNOWN = {
     " ",
     r"\s",
     r"\s+",
+    r"\p{N}",
     r"\s+$",  # DeepSeek LLM; quadratic in a run of spaces, which is seconds for 20,000 of them
     rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+",  # GPT-2
     rf"{_CASELESS}{_WORDS}|\p{{N}}{{1,3}}{_REST}",  # Llama 3

@@ -19,6 +19,7 @@ from et_jax.decode.state import empty
 from et_jax.models.config import ModelConfig
 from et_jax.models.params import abstract
 from et_jax.models.sharding import AXIS, shardings, weight_specs
+from et_jax.models.stacks import stacked_on
 from et_jax.models.weights import num_bytes
 
 MEMORY = {"v5e": 16e9, "v6e": 32e9}  # bytes of a chip

@@ -8,7 +8,6 @@ from et_jax.decode.cache.eight_bits import scaled
 from et_jax.pallas.backend import platform
 from et_jax.pallas.checks import code_rows
 from et_jax.pallas.per_head import Pages, PerHead, per_head_into
-from et_jax.pallas.store_rows import store_rows
 from et_jax.sums import total
 from et_jax.types import pytree
 
@@ -107,6 +106,8 @@ def summarised(
     fresh = jax.tree.map(lambda pool, new: new.astype(pool.dtype), old, fresh)
     if platform() != "tpu":
         return jax.tree.map(lambda pool, new: pool.at[:, page].set(new, mode="drop"), old, fresh), codes
+    from et_jax.pallas.store_rows import store_rows  # Mosaic takes long to import
+
     rows = [x.reshape(len(x), -1, x.shape[-1]) for x in (fresh.key_box, fresh.mean)]
     key_box, mean = store_rows([old.key_box, old.mean], page.reshape(-1), rows)
     radius = in_turn(old.value_radius, page, fresh.value_radius)

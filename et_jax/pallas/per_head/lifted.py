@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
 from jaxtyping import Array
 
@@ -249,6 +248,8 @@ class Rows:
             raise NotImplementedError("kernels have no such operation")
         if self.is_short(shape):
             return jnp.stack([functools.reduce(jnp.add, x[: i + 1]) for i in range(len(x))])
+        from jax.experimental.pallas import tpu as pltpu  # Mosaic takes long to import
+
         at = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
         for step in (1 << i for i in range((shape[-1] - 1).bit_length())):
             x = x + jnp.where(at >= step, pltpu.roll(x, step, x.ndim - 1), jnp.zeros((), x.dtype))
