@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from et_jax.errors import UsageError
+from scripts.measuring import experiment
 from scripts.measuring.experiment import Base, Figure, Group, setting
 from scripts.measuring.results import REPOSITORY
 from scripts.measuring.shapes import SHAPES, random_folder
@@ -39,19 +40,13 @@ class Settings(Base):
     shape: str = setting("smollm-135m", "shape of the random model", choices=tuple(SHAPES), quick="small")
     layers: int = setting(0, "layers of the shape, 0 for all", least=0)
     rounds: int = setting(7, "rounds in which all take turns", least=2, quick=2)
-    checkout: str = setting("", "a checkout of an older version of et_jax; none to leave it out")
+    checkout: str = experiment.checkout()
     control: str = setting("off", "the preset that et_jax decodes under, in both versions")
     llama_python: str = setting("", "a Python with llama-cpp-python; none to leave llama.cpp out")
     transformers_python: str = setting("", "a Python with torch and transformers; none to leave them out")
     batches: tuple[int, ...] = setting((1, 4, 16), "sequences at once", least=1, quick=(1,))
     tokens: int = setting(64, "new ones of each sequence", least=2, quick=2)
     prompt_tokens: int = setting(32, "tokens of each prompt", least=1, quick=2)
-
-    def __post_init__(self) -> None:
-        """Raise UsageError, one sentence, for a value that is out of range or names nothing."""
-        super().__post_init__()
-        if self.checkout and not Path(self.checkout, "et_jax/__init__.py").is_file():
-            raise UsageError(f"--checkout is {self.checkout}, which has no et_jax; name a checkout of it.")
 
 
 def drawn(batch: int, length: int, seed: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Does reading a part of the blocks save time on a real model, by the length of the context?
 
-The decoder's step continues parts of a text greedily, one sequence or several, and the arms take turns: presets, which
-select blocks at every token, `adaptive` that selects them at every 4th to 16th, and Quest at a share of the blocks.
+The decoder's step continues parts of a text, one sequence or several, and the arms take turns: presets, which select
+blocks at every token, `adaptive` that selects them at every 4th to 16th, and Quest at a share of the blocks. Tokens are
+drawn at temperature 1: a greedy text soon repeats itself, and presets read little where entropy is low.
 Each selects at every length. A prompt is read once for each arm; every round continues where the last one ended.
 Counted is the time of a burst of steps, divided by the tokens of all sequences in it.
 """
@@ -59,10 +60,10 @@ def controller(name: str) -> Controller:
 
 
 @own_settings()
-def decoding(model: Model, name: str, prompts: list[list[int]], tokens: int) -> Round:
+def decoding(model: Model, name: str, prompts: list[list[int]], tokens: int, seed: int) -> Round:
     """Return a round of new tokens after each prompt, under the controller of an arm."""
     bound = model.decoder(controller(name))
-    state = prefilled(bound, model.weights, prompts, limit=2**30, temperature=0.0)
+    state = prefilled(bound, model.weights, prompts, limit=2**30, temperature=1.0, seed=seed)
     price = costs(bound.config.plants, model.weights, state.plants, bound.config.by_mass_of)[0]
     heads = bound.config.model.num_layers * bound.config.model.num_kv_heads
     held = [state]
@@ -98,7 +99,9 @@ def groups(settings: Settings) -> Iterator[Group]:
         raise UsageError(f"--text has {len(tokens)} tokens and {wanted} are wanted; give a longer one.")
     for context in settings.contexts:
         prompts = [tokens[begin : begin + context] for begin in range(0, context * settings.sequences, context)]
-        arms = {name: partial(decoding, model, name, prompts, settings.tokens) for name in settings.controls}
+        arms = {
+            name: partial(decoding, model, name, prompts, settings.tokens, settings.seed) for name in settings.controls
+        }
         yield Group(
             labels={"tokens": context, "sequences": settings.sequences},
             arms=arms,

@@ -5,33 +5,54 @@ signal: the entropy of the next token as the step before saw it, as this very st
 the attention entropy of the token, with either sign. "shuffled" gives each token the factor of another one. Per head
 stands the attention entropy as preset `certified` uses it; the last arms read by expected error, alone and with that.
 Every arm's tolerance is searched until it reads the wanted share of blocks.
+
+`--selector share` asks the same of the blocks of preset `share`. The tolerance is then the odds of an unread block.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Bool, Float
 
 from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
+from et_jax.control.selector import AnySelector
+from et_jax.control.view import BlockView
+from et_jax.types import replace
 from scripts.measuring import paired
 from scripts.measuring.experiment import Group, grouped, setting
 from scripts.measuring.selectors import guarded
 from scripts.measuring.teacher_forced import FIGURES, Forced, Scores
 
+TOP = select.TopBlocks()
+
+
+def top_blocks(view: BlockView) -> Bool[Array, " n"]:
+    """Return the blocks that preset `share` reads, of which the tolerance is the odds of an unread block."""
+    unread = view.head_tolerance / (1.0 + view.head_tolerance)
+    return TOP.opened(replace(view, head_tolerance=unread))
+
+
 CERTIFIED = select.Certified(select.coded_bounds)
-PER_HEAD = {
-    "attention entropy of heads": select.PerHead(CERTIFIED, AttentionEntropy()),
-    "expected error": ExpectedError(),
-    "expected error, attention entropy of heads": select.PerHead(ExpectedError(), AttentionEntropy()),
+PER_HEAD: dict[str, dict[str, AnySelector]] = {
+    "certified": {
+        "attention entropy of heads": select.PerHead(CERTIFIED, AttentionEntropy()),
+        "expected error": ExpectedError(),
+        "expected error, attention entropy of heads": select.PerHead(ExpectedError(), AttentionEntropy()),
+    },
+    "share": {
+        "attention entropy of heads": select.PerHead(top_blocks, AttentionEntropy()),
+        "attention entropy of heads, less where high": select.PerHead(top_blocks, AttentionEntropy(-0.8)),
+    },
 }
 
 
 class Settings(Forced):
     """Flags of the experiment."""
 
+    selector: str = setting("certified", "what selects blocks", choices=tuple(PER_HEAD))
     shares: tuple[float, ...] = setting((0.5, 0.25), "of blocks", least=0.01, most=1.0, quick=(0.6,))
     spread: float = setting(0.1, "standard deviation of the logarithms of factors", least=0.0, most=5.0)
     within: float = setting(0.005, "of a share, over it, that an arm may miss it by", least=1e-4, most=0.5, quick=0.2)
@@ -47,6 +68,8 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of blocks."""
     bench = settings.bench()
     rng = np.random.default_rng(settings.seed)
+    per_head, selects = PER_HEAD[settings.selector], CERTIFIED if settings.selector == "certified" else top_blocks
+    residual = settings.selector == "certified"
     everything = bench.run(guarded(CERTIFIED, True), given={"tolerance": 0.0})
     now = everything.entropy
     before = np.concatenate([now[:, :1], now[:, :-1]], axis=1)
@@ -63,14 +86,14 @@ def groups(settings: Settings) -> Iterator[Group]:
     near: dict[float, float] = {}  # by share, the tolerance of the baseline
 
     def arm(name: str, share: float) -> dict[str, Any]:
-        selector, factor = PER_HEAD.get(name, CERTIFIED), of_tokens.get(name, 1.0)
+        selector, factor = per_head.get(name, selects), of_tokens.get(name, 1.0)
         start = near.get(share) if name in of_tokens else None
 
         def run(tolerance: float, few: bool) -> Scores:
-            return bench.run(guarded(selector, True), given={"tolerance": tolerance * factor}, few=few)
+            return bench.run(guarded(selector, residual), given={"tolerance": tolerance * factor}, few=few)
 
         at, found = paired.at_budget(run, "share_read", share, 1e-9, 1e6, settings.within, start)
         near.setdefault(share, at)
         return found.by_row(*FIGURES)
 
-    yield from grouped("share", settings.shares, (*of_tokens, *PER_HEAD), arm, "constant")
+    yield from grouped("share", settings.shares, (*of_tokens, *per_head), arm, "constant")

@@ -95,7 +95,7 @@ def setting(
 ) -> Any:
     """Return a field of settings: its default and bounds, what `--quick` takes instead, what `--help` says.
 
-    A default of `...` makes the flag required. `kind` is "model" or "text" where the value names one.
+    A default of `...` makes the flag required. `kind` is "model", "text" or "checkout" where the value names one.
     """
     facts = {"help": help, "quick": quick, "least": least, "most": most, "choices": choices, "kind": kind}
     return dataclasses.field(default=default, metadata=facts)
@@ -109,6 +109,11 @@ def model(default: str = "bundled", quick: str = "bundled-small") -> Any:
 def text() -> Any:
     """Return the required field of a text: a tar archive of works, of which the held-out ones count, or a file."""
     return setting(..., "a tar archive of works, or a file of stories", kind="text")
+
+
+def checkout() -> Any:
+    """Return the field of an older version to compare with: its checkout."""
+    return setting("", "a checkout of an older version of et_jax; none to leave it out", kind="checkout")
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -137,6 +142,8 @@ def _check(field: dataclasses.Field, given: Any) -> None:
         raise UsageError(f"{flag} is required: {facts['help']}.")
     least, most = (facts[end] for end in ("least", "most"))
     for one in given if isinstance(given, tuple) else (given,):
+        if facts["kind"] == "checkout" and one and not Path(one, "et_jax/__init__.py").is_file():
+            raise UsageError(f"{flag} is {one}, which has no et_jax; name a checkout of it.")
         if facts["kind"] == "text" and not Path(one).is_file():
             raise UsageError(f"{flag} is {one}; name a file that exists.")
         if facts["kind"] == "model" and _is_path(one) and local_model(one) is None:

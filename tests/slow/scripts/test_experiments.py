@@ -159,7 +159,7 @@ def every_round(run):
             assert min(next(iter(arm["rows"].values()))) > 0
 
 
-peers = presets = every_round
+peers = presets = start = every_round
 
 
 def chip(run):
