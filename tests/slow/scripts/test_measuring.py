@@ -99,28 +99,27 @@ NO_SLOWER = 1.03  # of the time of `off`: what lies below is noise
 
 def test_presets_choose_from_the_length_after_which_they_are_never_slower():
     random = json.loads((ROOT / "benchmarks/results/steps.json").read_text(encoding="utf-8"))
-    names = ("presets_epyc.json", "presets.json", "presets_bursts.json", "presets_share.json")
+    names = ("presets.json", "presets_bursts.json", "presets_scan.json", "presets_batch.json", "presets_gemma.json")
     files = (ROOT / "benchmarks/results" / name for name in names)
-    real = [run for file in files for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
-    assert {random["machine"]["device"], *(run["machine"]["device"] for run in real)} == {"cpu"}
-    measured = [
-        *((case["length"], way["control"], way["over_off"]) for case in random["cases"] for way in case["ways"]),
-        *(
-            (group["labels"]["tokens"], name, arm["figures"]["milliseconds"]["ratio"]["value"])
-            for run in real
-            for group in run["groups"]
-            for name, arm in group["arms"].items()
-            if name != "off"
-        ),
+    runs = [run for file in files for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
+    assert {random["machine"]["device"], *(run["machine"]["device"] for run in runs)} == {"cpu"}
+    of_random = [(case["length"], way["control"], way["over_off"]) for case in random["cases"] for way in case["ways"]]
+    of_real = [
+        (group["labels"]["tokens"], name, arm["figures"]["milliseconds"]["ratio"]["value"])
+        for run in runs
+        for group in run["groups"]
+        for name, arm in group["arms"].items()
+        if name != "off"
     ]
     assert preset("share").preset.tolerance == 1 - 1 / 4
     for name, least in MEASURED["cpu"].items():
         ratios: dict[int, float] = {}  # of each length the slowest case
-        for length, control, ratio in measured:
-            if control == {"share": "share 1/4"}.get(name, name):
+        own = {"share": "share 1/4"}.get(name, name)
+        for length, control, ratio in (*of_random, *of_real):
+            if control == own:
                 ratios[length] = max(ratio, ratios.get(length, 0.0))
         slower = [length for length, ratio in ratios.items() if ratio > NO_SLOWER]
         # beyond the longest context of a real model nothing is known of one
-        longest_real = max(group["labels"]["tokens"] for run in real for group in run["groups"])
+        longest_real = max(length for length, control, _ in of_real if control == own)
         known = [length for length in ratios if length > max(slower, default=0) and length <= longest_real]
         assert least == min(known, default=NEVER)
