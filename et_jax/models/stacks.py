@@ -102,8 +102,8 @@ class Layer:
         """The number of the first layer that the program runs here."""
         return self.among[0]
 
-    def among_all(self, layers: Sequence[T]) -> "OfTurn[T]":
-        """Return the value of this layer, given those of all layers of the model."""
+    def own(self, layers: Sequence[T]) -> "OfTurn[T]":
+        """Return this layer's own value, of those of all layers of the model."""
         return OfTurn(each=tuple(layers[number] for number in self.among), index=self.index)
 
     def of(self, tree: T, axis: int) -> T:

@@ -137,7 +137,7 @@ def forward(
                 x, threaded = _plain_block(own, config, layer, x, angles[layer.like], how, threaded, beside)
             [output] = threaded.outputs
             return (x, threaded.carried), output
-        weights = _of_stack(params, layer) if stacked else layer.among_all(params.layers)
+        weights = _of_stack(params, layer) if stacked else layer.own(params.layers)
         with jax.named_scope(f"layer_{layer.like}"):
             if alike is None:
                 return block(weights, config, layer.like, x, angles[layer.like], attend, before, mix), None

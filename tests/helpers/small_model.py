@@ -11,6 +11,7 @@ import numpy as np
 from et_jax.decode import request as decoding
 from et_jax.decode.config import DecoderConfig
 from et_jax.models.config import ModelConfig
+from et_jax.models.stacks import located, stacks_of
 from et_jax.models.transformer import forward, initialise
 from et_jax.serve.chunks import calls
 from et_jax.types import replace
@@ -93,6 +94,13 @@ def texts(rows) -> dict[int, list[int]]:
 def text_of(d, params, slot: int, tokens: list[int], **asked) -> list[int]:
     """The text of one sequence that has the decoder to itself."""
     return texts(run(d, params, start(d, params, d.empty(), slot, tokens, **asked))[1])[slot]
+
+
+def stored(state, model: ModelConfig, slot: int, number: int) -> tuple:
+    """The cache that has a layer's pages, and the numbers of a slot's pages there."""
+    layer = located(stacks_of(model), number)
+    cached = state.plants[0].cache.layers[layer.place]
+    return cached, np.asarray(cached.numbers(state.table.pages[slot], layer.turn))
 
 
 def same_bits(a, b) -> bool:

@@ -21,9 +21,9 @@ MEASURED: Mapping[str, Mapping[str, int]] = {
 """Tokens by platform and preset, from which on a step took no longer than under `off` in any measured case.
 
 The cases are those of steps.json, presets.json, presets_bursts.json, presets_scan.json, presets_batch.json and
-presets_gemma.json in benchmarks/results. In the first, with random keys of which few stand out, `paper` and `guarded` save time from 2,048
-tokens on. With a real model they read nine tenths of the blocks, and do not save time. Other platforms were not
-measured: presets select blocks at every length there.
+presets_gemma.json in benchmarks/results. In the first, with random keys of which few stand out, `paper` and `guarded`
+save time from 2,048 tokens on. With a real model they read nine tenths of the blocks, and do not save time. Other
+platforms were not measured: presets select blocks at every length there.
 """
 
 

@@ -7,7 +7,7 @@ import entropyinfer
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_model import MODEL, configuration, fill, prompt, weights
+from small_model import MODEL, configuration, fill, prompt, stored, weights
 
 from et_jax.control.budget import ConstantBudget, EntropyBudget
 from et_jax.control.controller import Controller
@@ -35,8 +35,8 @@ def recorded(state):
 
 def cached(d, state, slot, layer):
     """Keys and values of a slot's tokens, "k t d" each."""
-    pages = np.asarray(state.plants[0].cache.layers[layer].pages)
-    held = np.asarray(state.table.pages)[slot]
+    place, held = stored(state, d.config.model, slot, layer)
+    pages = np.asarray(place.pages)
     count, width = int(state.length[slot]), d.config.model.head_dim
     rows = pages[:, held].reshape(pages.shape[0], -1, pages.shape[-1])[:, :count]
     return rows[..., :width], rows[..., width : 2 * width]

@@ -8,7 +8,19 @@ import jax.numpy as jnp
 import kept_entries
 import numpy as np
 import pytest
-from small_model import LENGTH, MODEL, NARROW, PAGE, configuration, dense_forward, prompt, same_bits, start, weights
+from small_model import (
+    LENGTH,
+    MODEL,
+    NARROW,
+    PAGE,
+    configuration,
+    dense_forward,
+    prompt,
+    same_bits,
+    start,
+    stored,
+    weights,
+)
 
 from et_jax.control.compression import named
 from et_jax.control.controller import Controller
@@ -125,10 +137,11 @@ def test_decoding_is_that_of_a_dense_model_which_reads_what_is_kept(name, model,
     if model == "plain":  # heads that keep fewer blocks read fewer: the sum over heads is that of equal budgets
         new = blocks - room_of(d) // PAGE
         assert int(signals.blocks_read[1]) == MODEL.num_layers * MODEL.num_kv_heads * (BUDGET // PAGE + new)
-    table, skipped = np.asarray(state.table.pages[1]), state.plants[0].skipped
+    skipped = state.plants[0].skipped
     for layer, head in itertools.product(range(MODEL.num_layers), range(MODEL.num_kv_heads)):
         first = 0 if skipped is None else int(skipped[1, layer, head]) * PAGE
-        pages = np.asarray(state.plants[0].cache.layers[layer].pages[head, table])
+        cached, table = stored(state, MODELS[model], 1, layer)
+        pages = np.asarray(cached.pages[head, table])
         keys = pages.reshape(-1, pages.shape[-1])[first : len(text) - shift, : MODEL.head_dim]
         np.testing.assert_allclose(keys, own[layer][held[layer][head], head], rtol=1e-3, atol=1e-3)
 
@@ -164,7 +177,7 @@ def test_where_pages_are_short_nothing_changes():
 
 def entries(state: DecodeState, layer: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """The numbers "k t e" and the scales "k t 2" that slot 1 holds in a layer, in the order of places."""
-    cached, table = state.plants[0].cache.layers[layer], np.asarray(state.table.pages[1])
+    cached, table = stored(state, MODEL, 1, layer)
     assert cached.kv_scales is not None
     pages, scales = np.asarray(cached.pages[:, table]), np.asarray(cached.kv_scales[:, table]).swapaxes(2, 3)
     heads = len(pages)
@@ -182,7 +195,6 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
     before = [entries(state, layer, length) for layer in range(MODEL.num_layers)]
     state, granted = d.compress(state, 1)
     assert granted and room < length
-    table = np.asarray(state.table.pages[1, : room // PAGE])
     for layer, (numbers, scales) in enumerate(before):
         for head, kept, kept_scales in zip(range(MODEL.num_kv_heads), *entries(state, layer, room), strict=True):
             had = [(one.tobytes(), scale.tobytes()) for one, scale in zip(numbers[head], scales[head], strict=True)]
@@ -190,7 +202,8 @@ def test_entries_in_8_bits_are_moved_with_their_scales():
             assert at == sorted(set(at)) and len(at) == room
             key = kept[:, : MODEL.head_dim].astype(np.float32) * kept_scales[:, :1]
             key = key.reshape(-1, PAGE, MODEL.head_dim)
-            cached, low, high = state.plants[0].cache.layers[layer], key.min(1), key.max(1)
+            (cached, pages), low, high = stored(state, MODEL, 1, layer), key.min(1), key.max(1)
+            table = pages[: room // PAGE]
             box = np.asarray(cached.summaries.key_box[head, table])[:, : 2 * MODEL.head_dim]
             np.testing.assert_array_equal(box, np.concatenate([low, high], axis=-1))
             assert cached.key_codes is not None

@@ -54,12 +54,12 @@ STACKS = stacks_of(model((6, 6, None) * 3 + (6, 6)))
 @pytest.mark.parametrize("alike", [None, (0,) * 11, (0, 0, 0, *(1,) * 8), (0,) * 10 + (1,)])
 def test_what_runs_through_stacks_meets_every_layer_in_order(alike):
     """What it carries is folded in that order, what each tells stands in it, and each meets its own value."""
-    scanned, entries, own = [], np.arange(22.0).reshape(2, 11), [jnp.int32(100 * number) for number in range(11)]
+    scanned, entries, values = [], np.arange(22.0).reshape(2, 11), [jnp.int32(100 * number) for number in range(11)]
 
     def run(layer, carried):
         scanned.append(not isinstance(layer.number, int))
         number = layer.of(entries, axis=1)[0].astype(jnp.int32)
-        hundreds = layer.among_all(own).part(lambda one: one + 1).call(lambda one, x: one - x, 1)
+        hundreds = layer.own(values).part(lambda one: one + 1).call(lambda one, x: one - x, 1)
         return carried * 2 % 1009 + number, {"number": number, "of": jnp.stack([number**2, hundreds])}
 
     carried, outputs = through(STACKS, alike, run, jnp.int32(1))
