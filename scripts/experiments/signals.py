@@ -6,12 +6,15 @@ the attention entropy of the token, with either sign. "shuffled" gives each toke
 stands the attention entropy as preset `certified` uses it; the last arms read by expected error, alone and with that.
 Every arm's tolerance is searched until it reads the wanted share of blocks.
 
-`--selector share` asks the same of the blocks of preset `share`. The tolerance is then the odds of an unread block.
+`--selector share` asks the same of the blocks of preset `share`. The tolerance is then the odds of an unread block. Its
+arms per head take the attention entropy by boxes and mean keys; "drawn" takes normal numbers in its place.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -19,7 +22,7 @@ from et_jax.control import select
 from et_jax.control.expected_error import ExpectedError
 from et_jax.control.head_tolerance import AttentionEntropy
 from et_jax.control.selector import AnySelector
-from et_jax.control.view import BlockView
+from et_jax.control.view import BlockView, attention_entropy, box_log_mass
 from et_jax.types import replace
 from scripts.measuring import paired
 from scripts.measuring.experiment import Group, grouped, setting
@@ -27,12 +30,27 @@ from scripts.measuring.selectors import guarded
 from scripts.measuring.teacher_forced import FIGURES, Forced, Scores
 
 TOP = select.TopBlocks()
+DEVIATION = 0.25  # of numbers drawn in the place of attention entropies, which lie between 0 and 1
 
 
 def top_blocks(view: BlockView) -> Bool[Array, " n"]:
     """Return the blocks that preset `share` reads, of which the tolerance is the odds of an unread block."""
     unread = view.head_tolerance / (1.0 + view.head_tolerance)
     return TOP.opened(replace(view, head_tolerance=unread))
+
+
+def of_heads(slope: float, *, drawn: bool = False) -> AnySelector:
+    """Return `top_blocks` with odds of each query head that follow its attention entropy, or numbers drawn for it."""
+
+    def chosen(view: BlockView) -> Bool[Array, " n"]:
+        entropy = attention_entropy(box_log_mass(view), view.num_tokens > 0)
+        if drawn:
+            head = jax.lax.bitcast_convert_type(jnp.sum(view.key_mean), jnp.int32)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), view.length), head)
+            entropy = 1.0 + DEVIATION * jax.random.normal(key, entropy.shape)
+        return top_blocks(replace(view, head_tolerance=view.tolerance * jnp.exp(slope * (entropy - 1.0))))
+
+    return chosen
 
 
 CERTIFIED = select.Certified(select.coded_bounds)
@@ -43,8 +61,9 @@ PER_HEAD: dict[str, dict[str, AnySelector]] = {
         "expected error, attention entropy of heads": select.PerHead(ExpectedError(), AttentionEntropy()),
     },
     "share": {
-        "attention entropy of heads": select.PerHead(top_blocks, AttentionEntropy()),
-        "attention entropy of heads, less where high": select.PerHead(top_blocks, AttentionEntropy(-0.8)),
+        "attention entropy of heads, more where high": of_heads(2.0),
+        **{f"attention entropy of heads, less where high, slope {slope:g}": of_heads(-slope) for slope in (2, 4, 8)},
+        "drawn, slope 2": of_heads(-2.0, drawn=True),
     },
 }
 
