@@ -149,7 +149,7 @@ def _differing(name: str, was: Any, wanted: Any) -> str:
     if name == "model":
         return f"with another model, adapter or dtype; {_AGAIN} with this one"
     if name == "cache":
-        return f"under a control that stores other arrays of a page; load it under that control, or {_AGAIN}"
+        return f"by a control or version that stores other pages; load it under that one, or {_AGAIN}"
     return f"with {name} {was}, and here it is {wanted}; load the model so, or {_AGAIN}"
 
 

@@ -87,8 +87,8 @@ def groups(settings: Settings) -> Iterator[Group]:
     """Yield a group for each share of blocks."""
     bench = settings.bench()
     rng = np.random.default_rng(settings.seed)
-    per_head, selects = PER_HEAD[settings.selector], CERTIFIED if settings.selector == "certified" else top_blocks
-    residual = settings.selector == "certified"
+    per_head, residual = PER_HEAD[settings.selector], settings.selector == "certified"
+    selects = CERTIFIED if residual else top_blocks
     everything = bench.run(guarded(CERTIFIED, True), given={"tolerance": 0.0})
     now = everything.entropy
     before = np.concatenate([now[:, :1], now[:, :-1]], axis=1)

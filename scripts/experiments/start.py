@@ -54,7 +54,8 @@ def started(settings: Settings, tree: Path, control: str, cached: bool) -> Round
             took = time.perf_counter() - began
         found = FIRST.search(done.stderr)
         if done.returncode or found is None:
-            raise UsageError(f"The command ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            raise UsageError(f"The command ended with {done.returncode}: {' '.join(said[-1:])}")
         return {"seconds": took, "first_seconds": float(found[1])}
 
     return timed

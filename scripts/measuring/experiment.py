@@ -132,7 +132,7 @@ class Base:
             _check(field, getattr(self, field.name))
 
     def named(self, kind: str) -> dict[str, Any]:
-        """Return the settings of a kind by name: models, or texts."""
+        """Return the settings of a kind by name: models, texts or checkouts."""
         return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.metadata["kind"] == kind}
 
 

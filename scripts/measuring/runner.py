@@ -27,11 +27,11 @@ from scripts.measuring.timing import in_turns
 MEASURED_BY = ("et_jax", "scripts/measuring", "scripts/experiments", "scripts/chip")  # what figures depend on
 
 
-def commit() -> str:
-    """Return the commit of the checkout, with a digest of what was changed since in the code that measures."""
+def commit(checkout: Path = REPOSITORY) -> str:
+    """Return the commit of a checkout, with a digest of what was changed since in the code that measures."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(REPOSITORY), *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True, check=False)
         return done.stdout if done.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD").strip() or "unknown"
@@ -42,7 +42,7 @@ def commit() -> str:
 
 
 def provenance(settings: Base) -> dict[str, Any]:
-    """Return what figures come from. Texts are known by name and digest, models by name and fingerprint.
+    """Return what figures come from: texts by name and digest, models by name and fingerprint, checkouts by commit.
 
     Raises UsageError for a model that there is not.
     """
@@ -50,9 +50,10 @@ def provenance(settings: Base) -> dict[str, Any]:
     digests = {name: hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in texts.items()}
     weights = {name: fingerprint(resolve(one)) for name, one in models.items() if one}
     folders = {name: Path(one).name for name, one in models.items() if one and Path(one).is_dir()}
+    checkouts = {name: commit(Path(one)) for name, one in settings.named("checkout").items() if one}
     return {
         "commit": commit(),
-        "settings": {name: _plain(one) for name, one in vars(settings).items()} | folders,
+        "settings": {name: _plain(one) for name, one in vars(settings).items()} | folders | checkouts,
         "weights": weights,
         "texts": digests,
         "machine": machine(),

@@ -46,7 +46,10 @@ def test_a_damaged_file_is_refused(prefix, tmp_path, damage):
     [
         ({"model": "b"}, "with another model, adapter or dtype; save the prefix again with this one"),
         ({"page_size": 8}, "with page_size 4, and here it is 8; load the model so, or save the prefix again"),
-        ({"cache": DEPENDS["cache"][:2]}, "under a control that stores other arrays of a page; load it under that"),
+        (
+            {"cache": DEPENDS["cache"][:2]},
+            "by a control or version that stores other pages; load it under that one",
+        ),
     ],
 )
 def test_a_file_of_something_else_is_refused(prefix, tmp_path, changes, said):
